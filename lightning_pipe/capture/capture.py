@@ -57,7 +57,7 @@ from lightning_pipe.capture.weighing.unproven_results import (
     refuse_lists,
     unproven_results,
 )
-from lightning_pipe.capture.weighing.whole_batches import goes_by_count, unlike_said, whole_count
+from lightning_pipe.capture.weighing.whole_batches import goes_by_count, unlike_said
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -338,12 +338,11 @@ def capture_step(request: Request) -> Capture:
     """
     with without_collection():
         captured = _captured_at_any(request)
-        total = whole_count(request)
         reason = captured.whole or goes_by_count(request, captured.joint)
         if not reason:
             return captured
-        if total not in (0, request.samples):
-            captured = _captured_at_any(replace(request, samples=total))
+        if request.total not in (0, request.samples):
+            captured = _captured_at_any(replace(request, samples=request.total))
         return captured.left_whole(reason)
 
 
@@ -435,7 +434,7 @@ def _with_sizes(joint: JointGraph, variants: Variants, request: Request) -> tupl
         calls = tuple(calls_of_samples([one.calls for one in records], counts))
         returned = of_samples([one.returned for one in records], counts, f"What {request.method} returns")
     except CaptureError as reason:
-        if whole_count(request):
+        if request.total:
             return joint, f"a number that it says goes by the number of samples ({reason})"
         raise
     return replace(joint, record=replace(record, calls=calls, returned=returned)), ""

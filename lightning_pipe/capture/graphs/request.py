@@ -12,6 +12,7 @@ import torch
 
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.steps.batch import Structure
+from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 
 Answers = Callable[[], tuple[bool, ...]]
@@ -57,6 +58,13 @@ class Request:
     may_skip: bool = False
     answered: tuple[bool, ...] = ()
     kept: Path | None = None
+
+    @property
+    def total(self) -> int:
+        """Return the number of samples of the whole batch; 0 if it cannot be cut."""
+        with contextlib.suppress(BatchError):
+            return self.structure.samples(self.batch_dim)
+        return 0
 
     @property
     def count(self) -> int:

@@ -45,7 +45,7 @@ from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import BatchError, CaptureError, StepError, none_caught
+from lightning_pipe.errors import CaptureError, StepError, none_caught
 
 _MOST_IN_A_ROW = 12  # guessed answers at one line, which layers may ask; a loop that waits for one never ends
 _MAX_TRIES = 64
@@ -305,14 +305,12 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
 
 def _parts(request: Request) -> str:
     """Say that a step ran with fewer samples than a batch has, where it did; it may need more."""
-    with contextlib.suppress(BatchError):
-        whole = request.structure.samples(request.batch_dim)
-        if request.count < whole:
-            return (
-                f"It was traced with {request.count} of the {whole} samples of a batch, as micro-batches have fewer; "
-                "a step that needs more trains with fewer micro-batches (microbatches=1 for whole batches)."
-            )
-    return ""
+    if request.count >= request.total:
+        return ""
+    return (
+        f"It was traced with {request.count} of the {request.total} samples of a batch, as micro-batches have fewer; "
+        "a step that needs more trains with fewer micro-batches (microbatches=1 for whole batches)."
+    )
 
 
 def _observers(step: StepFunction) -> list[Observer]:

@@ -75,26 +75,12 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         steady = ModuleSnapshot(request.module)  # what the calls before have left is there
         chosen, run = _separated(runner, tree, parts, steady)
         count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
-        others, fits, only = list[Run](), True, ""
-        for number in range(1, count + 1):
-            try:
-                others.append(runner.followed(chosen, steady if fits else kept, other=number))
-                continue
-            except CaptureError as error:
-                only = str(error)
-            if fits:
-                fits = False  # what earlier calls have left is of so many samples; without it the step may run
-                with contextlib.suppress(CaptureError):
-                    others.append(runner.followed(chosen, kept, other=number))
-                    only = ""
-            if only:  # it runs with so many samples, and no others
-                others, count, fits = [], 0, True
-                break
+        others, fits, only = _other_runs(runner, chosen, count, states=(steady, kept))
         once = _once([run, *others]) if others else frozenset[str]()
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
                 once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
-        said = _said_of_parts(runner, steady) if count and fits and not drawn() else NOTHING_SAID
+        said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
     if in_python:  # dice may fall alike once
@@ -114,6 +100,29 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         sets_first=first_only - trace.writes,
         is_for_one_count=bool(only),
     )
+
+
+def _other_runs(
+    runner: UnitRecorder, chosen: frozenset[str], count: int, *, states: tuple[ModuleSnapshot, ModuleSnapshot]
+) -> tuple[list[Run], bool, str]:
+    """Follow the step with other numbers of samples, if it runs with them.
+
+    Args:
+        runner: runs the step.
+        chosen: paths of the units.
+        count: how often.
+        states: what earlier calls have left, which may be of so many samples as they had; and what was there before.
+
+    Returns:
+        The runs; whether they began with what earlier calls have left; why there are none although some were wanted.
+    """
+    why = ""
+    for state in states:
+        try:
+            return [runner.followed(chosen, state, other=n) for n in range(1, count + 1)], state is states[0], ""
+        except CaptureError as error:
+            why = why or str(error)
+    return [], True, why
 
 
 def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,6 @@ from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.capture.text_fields import MarkedText
 from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
-from lightning_pipe.errors import BatchError
 
 
 def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> tuple[str, ...]:
@@ -78,9 +76,8 @@ def refuse_lists(record: StepRecord, request: Request) -> None:
         CaptureError: if it does, or returns a dict by texts of its batch.
     """
     count = request.count
-    with contextlib.suppress(BatchError):
-        if count == 1 or count == request.structure.samples(request.batch_dim):
-            return
+    if count in (1, request.total):
+        return
     if _has_marked_key(record.returned):
         raise hazard("it returns a dict by texts of its batch", "")
     for _, one in lists_said(record.returned, record.calls, record.kept):

@@ -44,17 +44,11 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import branches, found_in
-from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.errors import CaptureError
 
 _CLOSE = 1e-3  # as kernels round otherwise for other numbers of samples
+_WORDS = (bool, str, bytes, type(None))  # which no sum or mean is made of
 Decision: TypeAlias = "tuple[sympy.Basic, bool, str]"  # a condition of a size, what it was, the user's line
-
-
-def whole_count(request: Request) -> int:
-    """Return the number of samples of the whole batch of a request; 0 if it cannot be cut."""
-    with contextlib.suppress(BatchError):
-        return request.structure.samples(request.batch_dim)
-    return 0
 
 
 def goes_by_count(request: Request, joint: JointGraph) -> str:
@@ -64,7 +58,7 @@ def goes_by_count(request: Request, joint: JointGraph) -> str:
         request: the step, with the samples of a micro-batch.
         joint: its graph.
     """
-    total = whole_count(request)
+    total = request.total
     if request.samples is None or total in (0, request.samples):
         return ""
     answers = tuple(bool(guard.expected) for guard in joint.record.guards)
@@ -133,7 +127,7 @@ def _differ(parts: Sequence[Any], whole: Any, has_lists: bool) -> bool:
         if any(one is None or one.keys() != first.keys() for one in inside):
             return True
         return any(_differ([(one or {})[key] for one in inside[:-1]], first[key], has_lists) for key in first)
-    return isinstance(whole, bool | str | bytes | None) and (type(parts[0]) is not type(whole) or parts[0] != whole)
+    return isinstance(whole, _WORDS) and _are_other_words(parts[0], whole)
 
 
 def _is_other_item(one: Any, two: Any, has_lists: bool) -> bool:
@@ -143,9 +137,14 @@ def _is_other_item(one: Any, two: Any, has_lists: bool) -> bool:
     inside, others = branches(one), branches(two)
     if inside is not None and others is not None:
         return inside.keys() != others.keys() or any(_is_other_item(v, others[k], has_lists) for k, v in inside.items())
-    if isinstance(one, int | float) and isinstance(two, int | float) and not isinstance(one, bool):
-        return not has_lists and not math.isclose(one, two, rel_tol=_CLOSE, abs_tol=_CLOSE)
-    return isinstance(two, bool | str | bytes | None) and (type(one) is not type(two) or one != two)
+    if isinstance(one, _WORDS) or isinstance(two, _WORDS):
+        return _are_other_words(one, two)
+    are_numbers = isinstance(one, int | float) and isinstance(two, int | float)
+    return are_numbers and not has_lists and not math.isclose(one, two, rel_tol=_CLOSE, abs_tol=_CLOSE)
+
+
+def _are_other_words(one: Any, two: Any) -> bool:
+    return type(one) is not type(two) or bool(one != two)
 
 
 @contextlib.contextmanager
@@ -186,8 +185,8 @@ def _unlike(one: Any, whole: Any, samples: int) -> bool:
             is_list = isinstance(one, list | tuple)
             return not is_list or next(found_in((one, whole), (Ref, Read, BatchText)), None) is None
         return any(_unlike(item, others[key], samples) for key, item in inside.items())
-    if isinstance(one, bool | str | bytes | None) or isinstance(whole, bool | str | bytes | None):
-        return type(one) is not type(whole) or bool(one != whole)
+    if isinstance(one, _WORDS) or isinstance(whole, _WORDS):
+        return _are_other_words(one, whole)
     if isinstance(one, int | float) and isinstance(whole, int | float):
         return not math.isclose(one, whole, rel_tol=1e-9, abs_tol=1e-12)
     if isinstance(one, np.ndarray | np.generic):
