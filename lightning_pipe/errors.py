@@ -86,6 +86,10 @@ class PipelineError(PipeError, RuntimeError):
     """Report a failure while a program runs: rank, instruction and cause."""
 
 
+class InstructionError(PipelineError):
+    """Report what an instruction raised: its words, behind the rank and the instruction."""
+
+
 class OutOfMemoryError(PipelineError):
     """Report that a rank needs more memory than it may take: rank, instruction, and what would help.
 

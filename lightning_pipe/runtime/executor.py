@@ -33,7 +33,7 @@ from lightning_pipe.core.program import (
     Step,
     VerifiedProgram,
 )
-from lightning_pipe.errors import BatchError, PipelineError, ProgramError
+from lightning_pipe.errors import BatchError, InstructionError, ProgramError
 from lightning_pipe.runtime.abort_program import left_over
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.runtime.activations.offloads import Offloads
@@ -374,4 +374,4 @@ class _Named:
         where = f"Rank {self.rank} failed at {self.instruction}"
         if is_out_of_memory(error):
             raise out_of_memory(where, error) from error
-        raise PipelineError(f"{where}: {type(error).__name__}: {error}") from error
+        raise InstructionError(f"{where}: {type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_pipe.core.program import Compute, Message, Recv, Reduce, Samples
-from lightning_pipe.errors import PipelineError
+from lightning_pipe.errors import InstructionError, PipelineError, UnsupportedError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import INSIDE, MESSAGE, OUTSIDE, PAIR, TOGETHER, Failure, GuardedState
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch, in_circle, never_meet
@@ -255,13 +255,19 @@ def test_an_error_is_told_with_the_instruction_and_the_users_line(guard: Told, w
     assert "test_guard.py" in told.lines
 
 
-def test_an_error_is_told_as_it_reads_unless_it_is_ours_around_another(guard: Told, watch: GuardedWatch):
-    """A loader's worker that was gone was told as "Connection reset by peer", the cause of the loader's own error."""
-    for kind in (RuntimeError, PipelineError):
-        error = kind("a worker is gone")
-        error.__cause__ = ConnectionResetError("reset")
+def test_an_error_is_told_as_it_reads_unless_it_only_names_the_instruction(guard: Told, watch: GuardedWatch):
+    """A loader's worker that was gone was told as "Connection reset by peer", and advice of ours as "KeyError"."""
+    for kind in (RuntimeError, PipelineError, UnsupportedError, InstructionError):
+        error = kind("Do as follows.")
+        error.__cause__ = KeyError("reset")
         watch.report(error)
-    assert [told.cause for told in guard.own] == ["RuntimeError: a worker is gone", "ConnectionResetError: reset"]
+    assert [told.cause for told in guard.own] == [
+        "RuntimeError: Do as follows.",
+        "Do as follows.",
+        "UnsupportedError: Do as follows.",
+        "KeyError: 'reset'",
+    ]
+    assert all("KeyError" in told.lines for told in guard.own)
 
 
 def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told):

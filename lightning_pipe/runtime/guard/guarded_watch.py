@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from lightning_pipe.core.program import Instruction, Message, Recv, Send
-from lightning_pipe.errors import OutOfMemoryError, PipeError, PipelineError
+from lightning_pipe.errors import InstructionError, OutOfMemoryError, PipeError, PipelineError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import (
     INSIDE,
@@ -167,10 +167,10 @@ class GuardedWatch:
         root = (error.__cause__ if wraps else None) or error
         if isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
             self.guard.heard.wait(self.patience.parting_s if _is_of_connection(root) else 0.0)
-        own = isinstance(root, PipelineError)
-        cause = str(error) if own else f"{type(root).__name__}: {root}"
+        told = root if isinstance(error, InstructionError) and not isinstance(root, PipelineError) else error
+        cause = str(told) if isinstance(told, PipelineError) else f"{type(told).__name__}: {told}"
         lines = traceback.format_exception(type(root), root, root.__traceback__)[-_LAST_LINES:]
-        shown = "" if own else "".join(lines).rstrip()
+        shown = "" if isinstance(root, PipelineError) else "".join(lines).rstrip()
         late_s = self.patience.deadline_s if isinstance(error, OverdueError) else 0.0
         session = self.guard.session
         where = str(self.guard.page.state)
