@@ -47,7 +47,7 @@ from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
-from lightning_pipe.capture.weighing.derived_results import Derived, with_sources
+from lightning_pipe.capture.weighing.derived_results import Derived, graphs_of_batch, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.capture.weighing.unproven_results import (
@@ -78,6 +78,7 @@ class Capture:
         variants: graphs for other numbers of samples, if this one holds for one number only; None if it holds for
             others too, or if the batch cannot be cut.
         general: the traced graph with symbols for lengths; None where these are constants.
+        of_batch: the traced graph for the whole batch, which tells how results are made; None if there is none.
         tried: results of which numbers have shown how micro-batches make them, or do not.
         derived, whole, ..., has_unweighed_terms: as for every `capture.route.Route`.
     """
@@ -92,6 +93,7 @@ class Capture:
     batch_dim: int = 0
     variants: Variants | None = None
     general: JointGraph | None = None
+    of_batch: JointGraph | None = None
     derived: tuple[Derived, ...] = ()
     tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
@@ -221,6 +223,7 @@ class Capture:
                 device=self.device,
                 exact_ties=exact_ties,
                 held=held,
+                later={one.name for one in self.derived} - {self.record.loss or ""},
             )
             return splitter.split(cuts, policies)
 
@@ -237,6 +240,15 @@ class Capture:
         except CaptureError as error:
             return str(error)
         return ""
+
+    @property
+    def tells_of_batch(self) -> bool:
+        """Return whether its operations tell how the results of the batch are made, and not those of parts alone."""
+        return self.of_batch is not None
+
+    def misfit_of_results(self, samples: int) -> str:
+        """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
+        return "" if self.of_batch is None else self.of_batch.fits(samples)
 
     def with_totals(
         self,
@@ -275,7 +287,7 @@ class Capture:
     @property
     def picked(self) -> tuple[str, ...]:
         """Return the names of results that may be of single samples."""
-        return picked_results(self.joint, self.flow)
+        return picked_results(self.joint, self.flow, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:
@@ -382,13 +394,21 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
         variants = replace(variants, base=joint)
     else:
         joint = _prepared(joint, request)
-    kinds, flow, derived = classify(joint), follow(joint), tuple[Derived, ...]()
+    flow, derived, of_batch = follow(joint), tuple[Derived, ...](), tuple[JointGraph, ...]()
     if request.samples is not None and variants is None:
-        joint, derived = with_sources(joint, flow, request.device)
+        whole_request = replace(request, samples=request.total)
+        of_batch = graphs_of_batch(
+            joint, request.total, lambda: trace(whole_request), lambda graph: _prepared(graph, whole_request)
+        )
+        if (sources := with_sources(joint, flow, of_batch, request.device)) is None:
+            of_batch = ()
+            sources = with_sources(joint, flow, (joint,), request.device)
+        joint, flow, derived = sources or (joint, flow, ())
+    kinds = classify(joint)
     aliases = canonical_names(request.module)
     graph = graph_of_nodes(joint, kinds, flow, aliases)
     known = (joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
-    return Capture(graph, joint.record, *known, derived=derived, whole=whole)
+    return Capture(graph, joint.record, *known, of_batch=next(iter(of_batch), None), derived=derived, whole=whole)
 
 
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:

@@ -262,6 +262,15 @@ class Route(Protocol):
         """Return "" if slices of this many samples can be run, else why not."""
         ...
 
+    @property
+    def tells_of_batch(self) -> bool:
+        """Return whether its operations tell how the results of the batch are made, and not those of parts alone."""
+        ...
+
+    def misfit_of_results(self, samples: int) -> str:
+        """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
+        ...
+
     def loss_calls(self) -> Mapping[str, str]:
         """Return the calls by which it makes its loss, and the line of each; if it plays, those of the batch."""
         ...

@@ -42,11 +42,11 @@ DERIVED = {
     "one sample less": lambda o, y: o.pow(2).sum() / (len(y) - 1),
     "by samples": lambda o, y: o.pow(2).mean().sqrt() * len(y),
     "whether large": lambda o, y: (each(o, y).mean() > 1.4).double(),
-}
-NOT_DERIVED = {
     "deviation": lambda o, y: o.std(),
     "norm": lambda o, y: o.norm(),
     "hardest": lambda o, y: each(o, y).topk(2)[0].sum().sqrt(),
+}
+NOT_DERIVED = {
     "drawn": lambda o, y: each(o, y).mean().exp() + torch.rand((), dtype=o.dtype),
 }
 

@@ -99,14 +99,13 @@ class Spread(Net):
         self.log("perplexity", self.both(batch)[1].exp())
 
 
-@pytest.mark.parametrize("capture", ["joint", "replay"])
-def test_what_is_none_of_these_is_named_in_training_and_evaluation(capture: str) -> None:
-    """A graph knows that a perplexity is made of a mean."""
-    *_, caught = fit(Spread, {**REPLAYED, "capture": capture})
+def test_what_is_none_of_these_is_named_in_training_and_evaluation() -> None:
+    """A graph has it made of all samples, or of a mean."""
+    *_, caught = fit(Spread, REPLAYED)
     told = [text for text in caught if "says what is no sum" in text]
     assert [("'spread' at" in one, "'perplexity' at" in one, "'mean'" in one) for one in told] == [
         (True, False, False),
-        *([(False, True, False)] if capture == "replay" else []),
+        (False, True, False),
     ]
 
 
@@ -184,9 +183,8 @@ class MeasuredSpread(Net):
         return {"loss": loss, "by column": out.std(0)}
 
 
-@pytest.mark.parametrize("capture", ["joint", "replay"])
-def test_metrics_and_outputs_of_which_that_is_not_so_are_named(capture: str) -> None:
-    *_, caught = fit(MeasuredSpread, {**REPLAYED, "capture": capture})
+def test_metrics_and_outputs_of_which_that_is_not_so_are_named() -> None:
+    *_, caught = fit(MeasuredSpread, REPLAYED)
     (told,) = [text for text in caught if "says what is no sum" in text]
     assert "spread.update() at" in told and "what it returns as 'by column'" in told
 

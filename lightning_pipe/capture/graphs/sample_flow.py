@@ -112,6 +112,21 @@ def leading_to(names: Iterable[str | None], joint: JointGraph) -> set[str]:
     return found
 
 
+def leading_only_to(names: Iterable[str], joint: JointGraph) -> set[str]:
+    """Name the nodes that do nothing but compute these results, and copies of them that are returned."""
+    nodes, names = {node.name: node for node in joint.module.graph.nodes}, {*names}
+    kept = {joint.loss, *joint.results, *joint.mutations.values(), *(name for name, _ in joint.gradients)} - names
+    found, pending = set[str](), [nodes[name] for name in names]
+    while pending:
+        node = pending.pop()
+        copies = [user for user in node.users if {reader.op for reader in user.users} == {"output"}]
+        others = [user.name for user in node.users if user not in copies and user.op != "output"]
+        if node.op == "call_function" and node.name not in kept and found.issuperset(others):
+            found |= {node.name, *(copy.name for copy in copies)}
+            pending += node.all_input_nodes
+    return found
+
+
 def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
     """Describe a value that leaves its stage."""
     meta = node.meta["val"]

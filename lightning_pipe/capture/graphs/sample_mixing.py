@@ -75,9 +75,8 @@ def mixed_beside_loss(joint: JointGraph, flow: Flow) -> set[str]:
     for node in joint.module.graph.nodes:
         if is_backward(node):
             continue
-        meets = flow.coupled.get(node.name, BATCH_STATISTICS) not in (BATCH_STATISTICS, UNKNOWN_MIXING)
-        own = node.name not in told and (meets or _numbers_samples(node, joint) or _has_parts_of_samples(node, joint))
-        if own or any(n.name in found for n in node.all_input_nodes if not _is_picked_by(n, node)):
+        own = node.name not in told and (meets_others(node, flow) or is_of_their_number(node, joint))
+        if own or any(n.name in found for n in node.all_input_nodes if not is_picked_by(n, node)):
             found.add(node.name)
     return found
 
@@ -103,20 +102,22 @@ def reads_samples(joint: JointGraph, flow: Flow, names: Iterable[str]) -> set[st
     return names & found
 
 
-def _numbers_samples(node: fx.Node, joint: JointGraph) -> bool:
-    return Trait.COUNTS in traits(node) and bool(dims_with_samples(node.meta.get("val"), joint))
+def meets_others(node: fx.Node, flow: Flow) -> bool:
+    """Return whether samples are known to meet in a value, otherwise than by batch statistics."""
+    return flow.coupled.get(node.name, BATCH_STATISTICS) not in (BATCH_STATISTICS, UNKNOWN_MIXING)
 
 
-def _is_picked_by(index: fx.Node, node: fx.Node) -> bool:
+def is_of_their_number(node: fx.Node, joint: JointGraph) -> bool:
+    """Return whether a value is made of the number of samples (`torch.arange(n)`), or has not so many rows of each."""
+    value: Any = node.meta.get("val")
+    dims = dims_with_samples(value, joint)
+    rows = (value.shape[dim].node.expr / joint.symbol for dim in dims)
+    return (bool(dims) and Trait.COUNTS in traits(node)) or any(joint.symbol in one.free_symbols for one in rows)
+
+
+def is_picked_by(index: fx.Node, node: fx.Node) -> bool:
     """Return whether numbers of samples only pick what is of each sample: `logits[torch.arange(n), classes]`."""
     return Trait.SELECTS in traits(node) and Trait.COUNTS in traits(index) and index is not node.args[0]
-
-
-def _has_parts_of_samples(node: fx.Node, joint: JointGraph) -> bool:
-    """Return whether a dimension of a value depends on the number of samples, and has not so many rows of each."""
-    value: Any = node.meta.get("val")
-    sizes = (value.shape[dim].node.expr / joint.symbol for dim in dims_with_samples(value, joint))
-    return any(joint.symbol in rows.free_symbols for rows in sizes)
 
 
 def _first_mixing(joint: JointGraph, flow: Flow) -> list[str]:

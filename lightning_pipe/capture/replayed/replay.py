@@ -67,6 +67,7 @@ class Replay:
     """
 
     derived: ClassVar[tuple[Derived, ...]] = ()
+    tells_of_batch: ClassVar[bool] = False
     unproven: ClassVar[tuple[str, ...]] = ()
     picked: ClassVar[tuple[str, ...]] = ()
     unproven_buffers: ClassVar[frozenset[str]] = frozenset()
@@ -289,6 +290,10 @@ class Replay:
             return f"its batches cannot be cut, and it was traced with {self.trace.samples} samples"
         if self.trace.is_for_one_count and samples != self.trace.samples:
             return f"it was traced with {self.trace.samples} samples, and does not run with others"
+        return ""
+
+    def misfit_of_results(self, samples: int) -> str:
+        """Return "": what it says is told by numbers, batch by batch."""
         return ""
 
     def with_totals(

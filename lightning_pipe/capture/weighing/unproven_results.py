@@ -27,10 +27,11 @@ def unproven_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) 
     return tuple(sorted(reads_samples(joint, flow, {*loss, *({*said} - made)})))
 
 
-def picked_results(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
+def picked_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> tuple[str, ...]:
     """Name the results that may be of single samples of the batch, such as its first ones: operations do not tell."""
     said = joint.results[: len(joint.results) - len(joint.record.guards)]
-    return tuple(sorted({name for name in said if flow.roles[name] in ("mixed", "linear")} - {joint.loss}))
+    made = {joint.loss, *(one.name for one in derived)}
+    return tuple(sorted({name for name in said if flow.roles[name] in ("mixed", "linear")} - made))
 
 
 def mixed_results(
@@ -44,8 +45,9 @@ def mixed_results(
         derived: results that are made of others.
         tried: what numbers have shown of results.
     """
-    found = {name for name, role in flow.roles.items() if role in ("mixed", "linear")} - {one.name for one in derived}
+    found = {name for name, role in flow.roles.items() if role in ("mixed", "linear")}
     found |= mixed_beside_loss(joint, flow) - tried.keys()
+    found -= {one.name for one in derived}
     return found | {name for name, one in tried.items() if one.is_mixed}
 
 

@@ -57,7 +57,8 @@ def run_captured(
         role: whether losses are combined as "mean" or "sum"; by default as the captured step says.
 
     Returns:
-        Results of the micro-batches, gradients by canonical name, and the loss of all samples.
+        Results of the micro-batches (of those that are made of others, what guards ask for), gradients by canonical
+        name, and the loss of all samples.
     """
     module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
     stages, buffers = _whole(captured, request, sizes=sizes, training=True)
@@ -65,11 +66,14 @@ def run_captured(
     results: list[Mapping[str, Content]] = []
     total = torch.zeros((), dtype=torch.float64)
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers)
+    asked = {guard.ref.name for guard in captured.record.guards}
     for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
         own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
         try:
-            results.append(stages.forward(number, parts, own))
+            found_results = stages.forward(number, parts, own)
+            answers = [one for one in captured.derived if one.name in asked]
+            results.append({**found_results, **{one.name: one.of(found_results, samples) for one in answers}})
             stages.backward(number, own)
         except torch.OutOfMemoryError:
             raise

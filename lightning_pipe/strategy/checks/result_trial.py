@@ -184,7 +184,7 @@ def warn_of_other_batches(captured: Captured, samples: int) -> None:
         return
     said = leaves_said(capture.record.returned, capture.record.calls, capture.record.kept)
     names = {leaf.value.name for leaf in said if isinstance(leaf.value, Ref | Read)} - {capture.record.loss}
-    if names and capture.misfit(samples):
+    if names and not capture.tells_of_batch and capture.misfit(samples):
         warn_of_untried_results(captured, names)
 
 

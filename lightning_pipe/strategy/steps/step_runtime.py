@@ -122,7 +122,8 @@ class RankStep:
             return "the texts of the batch, which the step reads, have changed"
         if contents(template) != contents(captured.template):
             return "objects in the batch, which are no tensors, have changed"
-        return self.capture.changed(call.situation)
+        total = replace(captured.request, structure=call.structure).total
+        return self.capture.changed(call.situation) or (self.capture.misfit_of_results(total) if total else "")
 
     def testimony(self, call: StepRequest) -> str:
         """Return "" if the step's Python does now what was captured, else what it does otherwise."""
