@@ -71,7 +71,20 @@ class CaptureError(PipeError):
 
 
 class StepError(CaptureError):
-    """Report a step that raises an error of its own, before any question of a graph."""
+    """Report a step that raises an error of its own, before any question of a graph.
+
+    Args:
+        said: what it raises, and where.
+        advice: what may help.
+    """
+
+    def __init__(self, said: str, advice: str = "") -> None:
+        super().__init__(f"{said} {advice}".strip())
+        self.said = said
+
+
+class FewSamplesError(CaptureError):
+    """Report a step that runs with a whole batch, and not with some of its samples."""
 
 
 class BatchError(PipeError, ValueError):

@@ -57,7 +57,7 @@ from lightning_pipe.capture.weighing.unproven_results import (
     refuse_lists,
     unproven_results,
 )
-from lightning_pipe.capture.weighing.whole_batches import goes_by_count, unlike_said
+from lightning_pipe.capture.weighing.whole_batches import goes_by_count, needs_all, unlike_said
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -349,12 +349,18 @@ def capture_step(request: Request) -> Capture:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     with without_collection():
-        captured = _captured_at_any(request)
+        of_all = replace(request, samples=request.total)
+        try:
+            captured = _captured_at_any(request)
+        except CaptureError:
+            if not (reason := needs_all(request)):
+                raise
+            return _captured_at_any(of_all).left_whole(reason)
         reason = captured.whole or goes_by_count(request, captured.joint)
         if not reason:
             return captured
         if request.total not in (0, request.samples):
-            captured = _captured_at_any(replace(request, samples=request.total))
+            captured = _captured_at_any(of_all)
         return captured.left_whole(reason)
 
 

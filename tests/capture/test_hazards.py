@@ -20,7 +20,8 @@ from lightning_pipe.capture import Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import CaptureError, StepError
 
-BATCH = (torch.randn(6, 4), torch.randn(6))
+SAMPLES, SLICE = 6, 3  # of a batch, and of what is traced
+BATCH = (torch.randn(SAMPLES, 4), torch.randn(SAMPLES))
 COUNTER = [0]
 NOW = Situation((0,))
 
@@ -49,7 +50,7 @@ class Plain(pl.LightningModule):
 
 
 def capture(module: pl.LightningModule, **options):
-    return capture_step(Request(module, "training_step", flatten(BATCH)[1], samples=3, **options))
+    return capture_step(Request(module, "training_step", flatten(BATCH)[1], samples=SLICE, **options))
 
 
 def step(body):
@@ -389,13 +390,17 @@ def test_a_step_without_a_loss_is_refused():
         capture(step(by_nothing_returned)())
 
 
-def test_a_step_that_needs_more_samples_than_a_micro_batch_has_is_told_so():
+@pytest.mark.parametrize("needed", [4, 7])
+def test_a_step_that_needs_more_samples_than_a_micro_batch_has_takes_whole_batches(needed):
     def hardest(self, batch, batch_idx):
-        return F.mse_loss(self.linear(batch[0]).squeeze(-1), batch[1], reduction="none").topk(4).values.mean()
+        return F.mse_loss(self.linear(batch[0]).squeeze(-1), batch[1], reduction="none").topk(needed).values.mean()
 
-    said = r"training_step raises RuntimeError at .*test_hazards.py:\d+ in hardest: k not in range.*3 of the 6 samples"
-    with pytest.raises(StepError, match=said):
-        capture(step(hardest)())
+    said = r"training_step raises RuntimeError at .*test_hazards.py:\d+ in hardest: k not in range"
+    if needed <= SAMPLES:
+        assert re.search(f"with the first {SLICE} of their samples, {said}", capture(step(hardest)()).whole)
+    else:
+        with pytest.raises(StepError, match=f"{said}.*{SLICE} of the {SAMPLES} samples"):
+            capture(step(hardest)())
 
 
 def test_a_frozen_model_is_refused():

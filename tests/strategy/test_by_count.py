@@ -120,6 +120,45 @@ def test_a_step_that_runs_with_some_numbers_of_samples_only_is_not_cut(microbatc
     assert_as_on_one_device(queued, "", {**REPLAYED, "microbatches": microbatches})
 
 
+def asserted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    assert len(outputs) == BATCH, f"{len(outputs)} samples"
+    return F.cross_entropy(outputs, targets)
+
+
+def nothing_of_few(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    return None if len(outputs) < BATCH else F.cross_entropy(outputs, targets)
+
+
+def hardest(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+    return F.cross_entropy(outputs, targets, reduction="none").topk(3)[0].mean()
+
+
+NEEDY = {one.__name__: one for one in (asserted, nothing_of_few, hardest)}
+
+
+class Needy(Small):
+    """A step that trains with all samples of a batch, and not with some of them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return NEEDY[self.way](self(batch[0]), batch[1])
+
+
+def needy(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(lambda: Needy(way), options)
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:2], ids=["joint", "replay"])
+@pytest.mark.parametrize("way", NEEDY)
+def test_a_step_that_does_not_run_with_few_samples_is_not_cut(way: str, options: dict[str, Any]) -> None:
+    """It was refused, or told that its first batch gives no loss."""
+    assert_as_on_one_device(needy, way, options)
+
+
 class Packed(Small):
     """Sequences that are packed as they come, sorted by their lengths: what the first layer returns cannot be told."""
 

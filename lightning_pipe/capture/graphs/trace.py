@@ -300,7 +300,7 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     first = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
     if data := depends_on_data(error):
         return hazard(data, line)
-    return StepError(f"{request.method} raises {kind}{at(line)}: {first}. {_parts(request)}".strip())
+    return StepError(f"{request.method} raises {kind}{at(line)}: {first}.", _parts(request))
 
 
 def _parts(request: Request) -> str:

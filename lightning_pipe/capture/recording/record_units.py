@@ -30,7 +30,7 @@ from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
 from lightning_pipe.capture.steps.step_state import DataWriter
 from lightning_pipe.capture.torch_private import checkpoints_replaced
-from lightning_pipe.errors import CaptureError, none_caught
+from lightning_pipe.errors import CaptureError, FewSamplesError, none_caught
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class UnitRecorder:
         """Run the step and record its calls of sub-modules, and their time.
 
         Raises:
-            CaptureError: if it raises an error that the whole batch does not raise.
+            FewSamplesError: if it raises an error that the whole batch does not raise; says so in words after "since".
         """
         try:
             with self._scene(StepRecording()), recording_tree(self.request.module, self._settle) as tree:
@@ -123,10 +123,9 @@ class UnitRecorder:
         except Exception as error:
             if not self._runs_whole():
                 raise
-            raise CaptureError(
-                f"{self.request.method} runs with a whole batch and raises {type(error).__name__} with its first "
-                f"{self._count(0)} samples: {error}. Of a batch only tensors are cut into micro-batches; a list with "
-                "an item per sample is not. Put such items into a tensor, or set microbatches=1."
+            raise FewSamplesError(
+                f"with the first {self._count(0)} of their samples, {self.request.method} raises "
+                f"{type(error).__name__}: {str(error).rstrip('.')}"
             ) from error
         return tree
 
@@ -191,9 +190,12 @@ class UnitRecorder:
         """Refuse a training step whose last run has returned None.
 
         Raises:
-            CaptureError: if it has.
+            FewSamplesError: if the whole batch gives a loss; says so in words after "since".
+            CaptureError: if none does.
         """
         if self._gave_nothing and self.request.method == "training_step":
+            if self._runs_whole() and not self._gave_nothing:
+                raise FewSamplesError(f"with the first {self._count(0)} of their samples, training_step returns None")
             raise CaptureError(
                 f"{type(self.request.module).__name__}.training_step returns None for the first batch, by which the "
                 "pipeline is planned, so that nothing tells what it computes. Let the first batch give a loss: leave "

@@ -44,11 +44,37 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import branches, found_in
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, StepError
 
 _CLOSE = 1e-3  # as kernels round otherwise for other numbers of samples
 _WORDS = (bool, str, bytes, type(None))  # which no sum or mean is made of
 Decision: TypeAlias = "tuple[sympy.Basic, bool, str]"  # a condition of a size, what it was, the user's line
+
+
+def needs_all(request: Request) -> str:
+    """Return why a step does not run with some samples of its batch but with all, in words after "since"; else "".
+
+    Args:
+        request: the step, which is refused with the samples of a micro-batch.
+    """
+    if request.samples is None or request.total in (0, request.samples):
+        return ""
+    few, of_all = (_refusal(request, samples) for samples in (request.samples, request.total))
+    return f"with the first {request.samples} of their samples, {few}" if few and not of_all else ""
+
+
+def _refusal(request: Request, samples: int) -> str:
+    """Return what a step raises with so many samples, on tensors that compute nothing; "" if nothing is known."""
+    constant = replace(request, samples=samples, symbolic=False, lengths=frozenset(), kept=None)
+    try:
+        run_on_fakes(constant, request.answered)
+    except StepError as error:
+        return error.said.rstrip(".")
+    except CaptureError as error:
+        return str(error).rstrip(".")
+    except Question:  # it cannot be tried
+        return ""
+    return ""
 
 
 def goes_by_count(request: Request, joint: JointGraph) -> str:

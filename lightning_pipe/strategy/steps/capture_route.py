@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, FewSamplesError
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ def captured_by(
             on these: their Python does something else, as by an error of its own.
     """
     if route == "replay":
-        return Replay(request, traced(request), reason="capture='replay' asks for it")
+        return _replayed(request, traced, reason="capture='replay' asks for it")
     captured: Capture | None = None
     reason: CaptureError | None = None
     try:
@@ -48,10 +49,19 @@ def captured_by(
     if route == "joint" or refusing < ranks:
         raise reason
     try:
-        replay = Replay(request, traced(request), reason=str(reason))
+        replay = _replayed(request, traced, reason=str(reason))
     except CaptureError as error:
         if str(error) == str(reason):
             raise reason from None
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
     log.info("%s: %s", request.method, replay.told())
     return replay
+
+
+def _replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:
+    """Return a step that is replayed, for whole batches where it does not run with some of their samples."""
+    try:
+        return Replay(request, traced(request), reason=reason)
+    except FewSamplesError as error:
+        of_all = replace(request, samples=request.total)
+        return Replay(of_all, traced(of_all), reason=reason).left_whole(str(error))
