@@ -60,7 +60,22 @@ class KeepsATensor(Plain):
         self.log("val_loss", F.cross_entropy(logits, batch[1]))
 
 
-MODULES = {cls.__name__: cls for cls in (Plain, KeepsAPicture, KeepsATensor)}
+class Encoder(Plain):
+    """Layers of torch that have a kernel for evaluation, for who holds all of their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.head(self.blocks(batch[0][:, None])[:, 0])
+        if batch_idx == 0:
+            self.kept = logits
+        self.log("val_loss", F.cross_entropy(logits, batch[1]))
+
+
+MODULES = {cls.__name__: cls for cls in (Plain, KeepsAPicture, KeepsATensor, Encoder)}
 
 
 def loader(samples: int = 20, batch_size: int = 8) -> DataLoader:
@@ -92,6 +107,16 @@ def test_what_an_evaluation_step_keeps_is_that_of_the_whole_batch_on_every_rank(
     expected = kept(name, run, None)
     options = {"layout": "-".join("1" * ranks), "microbatches": 2}
     for found, loss in World(ranks).run(kept, name, run, options):
+        np.testing.assert_allclose(found, expected[0], rtol=1e-9)
+        assert loss == pytest.approx(expected[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2-1"])
+def test_encoder_layers_are_evaluated_wherever_their_weights_are(layout: str) -> None:
+    """A rank with all weights of a layer gave them to one kernel, and others called its sub-modules."""
+    expected = kept("Encoder", "validate", None)
+    options = {"layout": layout, "microbatches": 2, "capture": "replay"}
+    for found, loss in World(2 + (layout == "2-1")).run(kept, "Encoder", "validate", options):
         np.testing.assert_allclose(found, expected[0], rtol=1e-9)
         assert loss == pytest.approx(expected[1], rel=1e-9)
 

@@ -25,7 +25,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording, recording
 from lightning_pipe.capture.steps.hazards import noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.numbers import Place, numbers_said
-from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
+from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
 from lightning_pipe.capture.steps.step_state import DataWriter
@@ -315,6 +315,7 @@ class UnitRecorder:
         with (
             no_collectives(),
             no_training_state(),
+            layers_in_python(),
             recording_calls(self.request.module, recording),
             torch.set_grad_enabled(self.request.method == "training_step"),
             self.request.context(),

@@ -34,7 +34,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording, recording
 from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import HookTables, twin_buffers
-from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
+from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_state import ModuleState
@@ -119,6 +119,7 @@ class StageReplayer:
                 self._late_buffers_counted(),
                 checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
+                layers_in_python(),
                 no_training_state(),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, metrics),

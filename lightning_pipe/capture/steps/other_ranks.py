@@ -52,6 +52,20 @@ def no_collectives() -> Iterator[None]:
         _IS_INSIDE.reset(token)
 
 
+@contextlib.contextmanager
+def layers_in_python() -> Iterator[None]:
+    """Let encoder layers of torch call their sub-modules, in evaluation too.
+
+    Where all weights of a layer are at hand they would be given to one kernel: on ranks that have them, not on others.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def is_in_step() -> bool:
     """Return whether a step is running in this thread."""
     return _IS_INSIDE.get()
