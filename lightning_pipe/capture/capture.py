@@ -55,6 +55,7 @@ from lightning_pipe.capture.weighing.unproven_results import (
     mixed_results,
     picked_results,
     refuse_lists,
+    scattered_results,
     unproven_results,
 )
 from lightning_pipe.capture.weighing.whole_batches import goes_by_count, needs_all, unlike_said
@@ -164,9 +165,15 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
-        mixed = mixed_results(self.joint, self.flow, self.derived, self.tried)
+        return self._places(mixed_results(self.joint, self.flow, self.derived, self.tried))
+
+    def scattered_results(self) -> tuple[str, ...]:
+        """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
+        return self._places(scattered_results(self.joint, self.flow, self.derived))
+
+    def _places(self, names: Set[str]) -> tuple[str, ...]:
         said = leaves_said(self.record.returned, self.record.calls, self.record.kept)
-        return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in mixed))
+        return tuple(dict.fromkeys(str(x) for x in said if isinstance(x.value, Ref | Read) and x.value.name in names))
 
     def mixing(self) -> str:
         """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""

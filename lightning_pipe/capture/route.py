@@ -229,6 +229,10 @@ class Route(Protocol):
         """Return, in words, where it says what micro-batches are known not to make for the batch."""
         ...
 
+    def scattered_results(self) -> tuple[str, ...]:
+        """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
+        ...
+
     def mixing(self) -> str:
         """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
         ...

@@ -19,7 +19,7 @@ from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import CaptureError, PlanError, UnsupportedError
-from lightning_pipe.lightning_names import pl, rank_zero_warn
+from lightning_pipe.lightning_names import pl
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
@@ -36,6 +36,7 @@ from lightning_pipe.strategy.checks.whole_batch import (
 )
 from lightning_pipe.strategy.plans.kept_checks import KeptCheck
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_whole_batches
 from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
 from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
@@ -247,7 +248,11 @@ class PlanMaker:
         return True
 
     def _make_ready(self, call: StepRequest, captured: Captured, planned: PlannedCuts, samples: int) -> None:
-        """Check a captured step by numbers, place parameters, and have it among the steps that run."""
+        """Check a captured step by numbers, place parameters, and have it among the steps that run.
+
+        Raises:
+            _SlicesDiffer, _StaysWhole, _WrongCapture: on every rank, if another plan or capture is needed.
+        """
         preparation, cuts, training = self._preparation, planned.cuts, call.method == TRAINING
         if not self._cuts.sizes(captured.capture, samples):
             captured = preparation.captured(call, samples)
@@ -261,6 +266,11 @@ class PlanMaker:
         if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
             warn_of_unknown_role(captured)
         captured = preparation.tried(captured, call, samples)
+        if why := preparation.scattered(captured, samples):
+            if training:
+                raise _StaysWhole(why)
+            captured = preparation.whole_instead(call, samples, why)
+            cuts = preparation.cuts_of(captured.capture.graph)
         preparation.warn_of_results(captured, samples)
         self._place(call, captured, planned, cuts)
         self._stopwatch.lap("stages")
@@ -291,10 +301,7 @@ class PlanMaker:
         whole = captured.capture.whole
         if not whole:
             return self._config
-        rank_zero_warn(
-            f"{captured.request.method} takes whole batches, as one micro-batch each, since {whole}. So ranks work one "
-            "after another; a step whose batches can be cut is faster (see docs/capture.md)."
-        )
+        warn_of_whole_batches(captured.request.method, whole)
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:

@@ -40,6 +40,7 @@ from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_los
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_whole_batches
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
@@ -197,6 +198,8 @@ class Preparation:
     def prepared(self, call: StepRequest, samples: int) -> RankStep:
         """Capture a step for batches of this size, and make it ready to run."""
         captured = self.tried(self.captured(call, samples), call, samples)
+        if why := self.scattered(captured, samples):
+            captured = self.whole_instead(call, samples, why)
         self.warn_of_results(captured, samples)
         parts = self.cuts.parts(captured.capture, samples)
         if call.method == TRAINING and self.first is not None and len(parts) > 1:
@@ -302,6 +305,17 @@ class Preparation:
             warn_of_untried_results(captured, untried)
         capture = captured.capture.with_results(found.results)
         return replace(captured, capture=capture, tried_buffers=found.buffers)
+
+    def scattered(self, captured: Captured, samples: int) -> str:
+        """Return why results of parts cannot be put together, in words after "since"; "" if they can."""
+        is_cut = len(self.cuts.parts(captured.capture, samples)) > 1
+        places = captured.capture.scattered_results() if is_cut else ()
+        return f"{places[0]} has no separate rows for the samples of a micro-batch" if places else ""
+
+    def whole_instead(self, call: StepRequest, samples: int, why: str) -> Captured:
+        """Return a step that was to be cut for whole batches, for a reason that is warned of."""
+        warn_of_whole_batches(call.method, why)
+        return self.capture(call, samples).left_whole(why)
 
     def warn_of_results(self, captured: Captured, samples: int) -> None:
         """Warn once of each result, and each buffer, that micro-batches change."""

@@ -68,18 +68,8 @@ class Longer(Small):
         self.example = outputs[:3].detach()
         return F.cross_entropy(outputs, batch[1])
 
-
-def refused(options: dict[str, Any]) -> str:
-    """Return the error of a fit; a worker function."""
-    with pytest.raises(Exception, match="no separate rows") as error:
-        run(Longer, {**options, "check": True})
-    return str(error.value)
-
-
-def test_more_samples_than_a_micro_batch_has_are_refused() -> None:
-    """The graph of two samples returned all four of the batch in the place of three."""
-    for said in World(2).run(refused, {"layout": "1-1", "microbatches": 2, "capture": "joint"}):
-        assert "microbatches=1" in said
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted.append(self.example.clone())
 
 
 class LastIsSmaller(Small):
@@ -91,17 +81,8 @@ class LastIsSmaller(Small):
         outputs = self(batch[0])
         return {"loss": F.cross_entropy(outputs, batch[1]), "example": outputs[:4].detach()}
 
-
-def warned(options: dict[str, Any]) -> list[str]:
-    """Return what is warned of results that could not be tried; a worker function."""
-    with mock.patch("lightning_pipe.strategy.checks.result_trial.rank_zero_warn") as warn:
-        run(LastIsSmaller, {**options, "check": True})
-    return [said for call in warn.call_args_list if "'example'" in (said := call.args[0])]
-
-
-def test_a_graph_that_does_not_hold_for_the_batch_proves_nothing_of_its_results() -> None:
-    """Its operations said that all samples are returned, as a slice of the last batch has no more."""
-    assert all(len(said) == 1 for said in World(3).run(warned, LAYOUTS[2]))
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted.append(outputs["example"].clone())
 
 
 class EverySecond(Small):
@@ -133,13 +114,20 @@ class ValidatesFirstTwo(Small):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self(batch[0]).t()[:, :2]
 
-
-def refused_validation(options: dict[str, Any]) -> str:
-    with pytest.raises(Exception, match="no separate rows") as error:
-        run(ValidatesFirstTwo, {**options, "check": True})
-    return str(error.value)
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.noted.append(outputs.clone())
 
 
-def test_results_of_other_sizes_than_a_graph_has_said_are_refused() -> None:
-    for said in World(2).run(refused_validation, {"layout": "2", "microbatches": 2}):
-        assert "microbatches=1" in said
+OTHERS = {one.__name__: one for one in (Longer, LastIsSmaller, ValidatesFirstTwo)}
+
+
+def fitted_others(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit one of them; a worker function."""
+    return run(OTHERS[name], options and {**options, "check": True})
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_picked_samples_of_which_a_slice_has_too_few_are_those_of_the_batch(name: str, layout: str) -> None:
+    """They were all samples in the place of three, or an error in the middle of a run."""
+    assert_as_on_one_device(fitted_others, name, {"layout": layout, "microbatches": 2, "capture": "joint"})

@@ -16,7 +16,7 @@ from lightning_pipe.capture.steps.stage_program import Half, Split, StageProgram
 from lightning_pipe.capture.torch_private import operator_name
 from lightning_pipe.errors import CaptureError
 
-_PROBED = range(2, 66)  # a graph that holds for no other of these sizes is one for a single size
+_PROBED = range(1, 66)  # a graph that holds for no other of these sizes is one for a single size
 
 
 def is_fixed(joint: JointGraph) -> bool:

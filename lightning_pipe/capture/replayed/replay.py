@@ -185,6 +185,10 @@ class Replay:
         """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""
         return self.trace.said.mixed
 
+    def scattered_results(self) -> tuple[str, ...]:
+        """Return nothing: what a play says is told by numbers."""
+        return ()
+
     def mixing(self) -> str:
         """Return, in words, where the step may mix its samples: no more is known."""
         return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."

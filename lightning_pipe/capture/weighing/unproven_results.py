@@ -34,6 +34,13 @@ def picked_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) ->
     return tuple(sorted({name for name in said if flow.roles[name] in ("mixed", "linear")} - made))
 
 
+def scattered_results(joint: JointGraph, flow: Flow, derived: Sequence[Derived]) -> set[str]:
+    """Name the results of which micro-batches give samples that lie in no rows of their own, and nothing is made of."""
+    said = joint.results[: len(joint.results) - len(joint.record.guards)]
+    made = {joint.loss, *(one.name for one in derived)}
+    return {name for name in said if flow.roles[name] == "cat" and name not in flow.samples} - made
+
+
 def mixed_results(
     joint: JointGraph, flow: Flow, derived: Sequence[Derived], tried: Mapping[str, TriedResult]
 ) -> set[str]:

@@ -81,7 +81,8 @@ class BatchCuts:
     def parts(self, capture: Route, samples: int) -> tuple[int, ...]:
         """Return the samples of the smallest parts in which a batch is computed."""
         sizes = self.sizes(capture, samples)
-        return pieces(self.planned.layout, sizes) if self.shares_samples and sizes else sizes
+        is_shared = self.shares_samples and capture.is_sliceable
+        return pieces(self.planned.layout, sizes) if is_shared and sizes else sizes
 
     def ways(self, capture: Route, samples: int) -> frozenset[str]:
         """Return what is done to a batch that may make another result of it than the whole batch gives."""

@@ -31,3 +31,11 @@ def warn_of_mixing(plan: Plan, graph: Graph, *, measured: bool) -> None:
             f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
             "with gradient accumulation, so results differ a little from those of one device without accumulation."
         )
+
+
+def warn_of_whole_batches(method: str, why: str) -> None:
+    """Warn that a step takes whole batches, for a reason in words after "since"."""
+    rank_zero_warn(
+        f"{method} takes whole batches, as one micro-batch each, since {why}. So ranks work one after another; a step "
+        "whose batches can be cut is faster (see docs/capture.md)."
+    )
