@@ -129,6 +129,9 @@ class PlanMaker:
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
         captured = self._preparation.capture(call, samples, reason=reason)
+        is_open = self._cuts.given is None and self._config.microbatches is None
+        if is_open and not self._cuts.can_cut(call.structure):
+            captured = captured.left_whole(self._cuts.uncut(call.structure))
         if call.method == TRAINING and captured.capture.plays is None:
             self._preparation.whole = captured.capture.whole  # also for batches of other sizes
         return captured

@@ -141,8 +141,9 @@ def test_batches_that_cannot_be_cut_are_trained_whole_or_refused() -> None:
     for result in World(2).results(fit_uneven, 2):
         assert isinstance(result, Raised) and result.kind == "BatchError"
         assert "disagree about the number of samples" in result.text and "tensor 1 has 7" in result.text
-    one, two = World(2).run(fit_uneven, 1)
-    assert one == two
+    for wanted in (1, None):
+        one, two = World(2).run(fit_uneven, wanted)
+        assert one == two
 
 
 def fit_nothing(limit: int) -> list[bool]:

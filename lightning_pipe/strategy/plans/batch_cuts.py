@@ -56,13 +56,16 @@ class BatchCuts:
 
     def can_cut(self, structure: Structure) -> bool:
         """Return whether batches like this can be cut; others are left whole where nobody asks to cut them."""
-        if not self._leaves_batches_whole:
-            return True
+        return not self._leaves_batches_whole or not self.uncut(structure)
+
+    def uncut(self, structure: Structure) -> str:
+        """Return why batches like this cannot be cut, in words after "since"; "" if they can."""
         try:
             structure.samples(self._config.batch_dim)
-        except BatchError:
-            return False
-        return True
+        except BatchError as error:
+            said = str(error).partition(". ")[0]
+            return said[:1].lower() + said[1:]
+        return ""
 
     def leaves_cut(self, structure: Structure) -> tuple[bool, ...]:
         """Return which tensors of a batch are cut into samples."""
@@ -101,7 +104,7 @@ class BatchCuts:
 
     @property
     def _leaves_batches_whole(self) -> bool:
-        plan = self.given if self.plan is None else self.plan
-        if plan is not None:
-            return plan.microbatches == 1 and all(len(stage.ranks) == 1 for stage in plan.stages)
-        return self._config.microbatches == 1 and set(self._config.replicas or (1,)) == {1}
+        wanted = self._config.microbatches if self.given is None else self.given.microbatches
+        plan = self.plan or self.given
+        alone = set(self._config.replicas or (1,)) if plan is None else {len(stage.ranks) for stage in plan.stages}
+        return wanted in (None, 1) and alone == {1}
