@@ -184,6 +184,8 @@ class Executor:
             return ProgramResult({}, recorder.timeline(), given_up=True)
         yield from self._exchange.finish()
         self._offloads.finish()
+        if not (program.training and program.synchronise):  # else before the step
+            yield from self._finish_state(replicas=program.training)
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return ProgramResult(collected, recorder.timeline(), recorder.memory())
 
@@ -316,13 +318,18 @@ class Executor:
     def _finish_batch(self, recorder: Recorder, *, leave_sums: bool) -> Walk[None]:
         yield from self._exchange.finish_sends()
         yield from self._gradients.finish(leave=leave_sums)
-        for stage in self.stages.values():
-            stage.finish()
-        yield from self._gradients.synchronise_buffers(self._exchange.sizes)
+        yield from self._finish_state(replicas=True)
         started = recorder.mark()
         with _Named(self.rank, Step()):
             self._step()
         recorder.add(Step(), started)
+
+    def _finish_state(self, *, replicas: bool) -> Walk[None]:
+        """Write the state that changes once per batch; make what a batch has changed equal on all replicas if asked."""
+        for stage in self.stages.values():
+            stage.finish()
+        if replicas:
+            yield from self._gradients.synchronise_buffers(self._exchange.sizes)
 
 
 def run_together(

@@ -476,8 +476,10 @@ class DappleStrategy(ParallelStrategy):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _check_optimizers(self) -> None:
+        if len(self.config.replicas or (1,) * self.world_size) == 1 and self.config.shard_optimizer == "off":
+            return  # every rank has all gradients
         for optimizer in self.optimizers:
-            check_separable(optimizer)
+            check_separable(optimizer, self.world_size)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import CaptureError
 from ranks.world import Raised, World
 from strategy.fits import Losses, dapple, make_trainer
+from strategy.small import Small, assert_as_on_one_device, loader, run
 
 ROUNDING = 1e-9
 
@@ -177,3 +178,45 @@ def test_a_parameter_that_the_first_batch_sets_is_refused_where_parts_would_set_
             assert "training_step sets the parameter scale in its first call" in result.text
     for found in World(2).run(fit_initialised, {"layout": "1-1", "microbatches": 2}, True):
         torch.testing.assert_close(found, fit_initialised(None, True), rtol=ROUNDING, atol=ROUNDING)
+
+
+class Written(Small):
+    """State that every batch writes: a counter, a parameter of a teacher, a mean; validation counts too."""
+
+    data = staticmethod(lambda: loader(13, 4))  # the last batch has a single sample, which is the second replica's
+    validation = staticmethod(lambda: loader(6, 4, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.first).requires_grad_(False)
+        for name in ("count", "mean", "validated"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        with torch.no_grad():
+            self.count += 1
+            self.mean.mul_(0.9).add_(batch[0].mean(), alpha=0.1)
+            for taught, own in zip(self.teacher.parameters(), self.first.parameters(), strict=True):
+                taught.mul_(0.9).add_(own, alpha=0.1)
+        return self.loss(batch) / (1 + self.count) + (self.first(batch[0]) - self.teacher(batch[0])).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
+        self.log("validated", self.validated)
+
+    def on_train_epoch_end(self) -> None:
+        self.noted += [one.clone() for one in (self.count, self.mean, self.validated)]
+
+
+def written(accumulated: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit it; a worker function."""
+    return run(Written, options, accumulate_grad_batches=int(accumulated))
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2", "2-1"])
+@pytest.mark.parametrize("accumulated", ["1", "2"])
+def test_every_batch_writes_it_also_one_that_is_accumulated_or_has_no_sample_for_some(
+    accumulated: str, layout: str
+) -> None:
+    """Batches without a step wrote nothing, and replicas without a sample told the others what had been there."""
+    assert_as_on_one_device(written, accumulated, {"layout": layout, "microbatches": 1, "capture": "joint"})

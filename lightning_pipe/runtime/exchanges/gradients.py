@@ -223,22 +223,30 @@ class Gradients:
             ]
             for name in sorted({*program.mutations, *program.written}):
                 equal = name in program.once or name in program.written
-                yield from self._synchronise(name, program.stage, shares=None if equal else computed)
+                yield from self._synchronise(name, program.stage, computed, equal=equal)
 
-    def _synchronise(self, name: str, stage: int, *, shares: Sequence[int] | None) -> Walk[None]:
-        """Make a tensor equal on all replicas: the mean in these shares, or else that of replica 0."""
+    def _synchronise(self, name: str, stage: int, shares: Sequence[int], *, equal: bool) -> Walk[None]:
+        """Make a tensor equal on all replicas: the mean in these shares, or that of the first one with samples.
+
+        Args:
+            name: of the tensor.
+            stage: whose replicas they are.
+            shares: samples that each of them has computed; a smaller batch may have none for some.
+            equal: whether all that have computed have the same.
+        """
         replicas = self._layout.stages[stage]
         group, buffer = stage_group(stage, self._layout), self._state.tensor(name).detach()
-        is_mean = shares is not None and buffer.is_floating_point()
-        if shares is not None and is_mean:
+        is_mean = not equal and buffer.is_floating_point()
+        if is_mean:
             share = shares[replicas.index(self._transport.rank)]
             content = buffer.contiguous() * share if share else torch.zeros_like(buffer).contiguous()
             handle = self._transport.all_reduce(content, group=group)
         else:
             content = buffer.contiguous()
-            handle = self._transport.broadcast(content, source=replicas[0], group=group)
+            first = next(rank for rank, share in zip(replicas, shares, strict=True) if share)
+            handle = self._transport.broadcast(content, source=first, group=group)
         yield Wait(handle, f"buffer {name}")
-        buffer.copy_(content / sum(shares) if shares is not None and is_mean else content)
+        buffer.copy_(content / sum(shares) if is_mean else content)
 
 
 def flat_runs(tensors: Iterable[torch.Tensor], *, most_bytes: int) -> Iterator[tuple[torch.Tensor, ...]]:
