@@ -403,6 +403,16 @@ def test_a_step_that_needs_more_samples_than_a_micro_batch_has_takes_whole_batch
             capture(step(hardest)())
 
 
+def test_a_size_that_values_decide_is_refused_where_it_leaves_the_step():
+    """It was taken for the number of samples."""
+
+    def counted(self, batch, batch_idx):
+        return {"loss": self.error(batch), "kinds": len(batch[1].round().unique())}
+
+    with pytest.raises(CaptureError, match="a size that depends on the values of tensors leaves the step"):
+        capture(step(counted)())
+
+
 def test_a_frozen_model_is_refused():
     with pytest.raises(CaptureError, match="nothing to train"):
         capture(Plain().requires_grad_(False))

@@ -118,7 +118,26 @@ class ValidatesFirstTwo(Small):
         self.noted.append(outputs.clone())
 
 
-OTHERS = {one.__name__: one for one in (Longer, LastIsSmaller, ValidatesFirstTwo)}
+class LastThree(Small):
+    """More than slices of two samples have: a graph of two says that they are all."""
+
+    data = staticmethod(lambda: loader(16, 8))
+    validation = staticmethod(lambda: loader(13, 8, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self(batch[0])
+        return {"loss": F.cross_entropy(outputs, batch[1]), "example": outputs[-3:].detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])[-3:]
+
+    on_train_batch_end, on_validation_batch_end = (
+        LastIsSmaller.on_train_batch_end,
+        ValidatesFirstTwo.on_validation_batch_end,
+    )
+
+
+OTHERS = {one.__name__: one for one in (Longer, LastIsSmaller, ValidatesFirstTwo, LastThree)}
 
 
 def fitted_others(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:

@@ -95,7 +95,8 @@ class StepRecording:
         """Return what leaves the step with references in the place of tensors, and of numbers that vary.
 
         Raises:
-            CaptureError: if it has a text of a tensor's value, or what torch made of no values.
+            CaptureError: if it has a text of a tensor's value, a size that values decide, or what torch made of no
+                values.
         """
 
         def one(leaf: Any) -> Any:
@@ -108,6 +109,8 @@ class StepRecording:
             if isinstance(leaf, torch.SymBool):  # what is asked about a size, without a branch
                 return bool(leaf)
             if isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+                if not leaf.node.has_hint():  # a size that no trace knows: `len(y.unique())`
+                    raise hazard("a size that depends on the values of tensors leaves the step", user_line())
                 return sized(leaf)
             if isinstance(leaf, MarkedText):
                 return BatchText(index_of(leaf))

@@ -99,7 +99,24 @@ def goes_by_count(request: Request, joint: JointGraph) -> str:
         whole = run_on_fakes(constant, answers, times=2 if joint.record.kept else 1).recordings[-1]
     except (CaptureError, Question):  # it cannot be tried; what the graph holds for is known
         return ""
-    return unlike_said(joint.record, whole, total)
+    return unlike_said(joint.record, whole, total) or _of_other_sizes(request, joint, whole.results)
+
+
+def _of_other_sizes(request: Request, joint: JointGraph, whole: Sequence[torch.Tensor]) -> str:
+    """Return why results of a graph of constant size are not those of the batch: more of it were picked, say.
+
+    A graph with a symbol for the number of samples is judged by its operations (`derived_results`).
+    """
+    if joint.symbol is not None:
+        return ""
+    nodes = {node.name: node for node in joint.module.graph.nodes}
+    for name, found in zip(joint.results[: len(joint.results) - len(joint.record.guards)], whole, strict=False):
+        own = tuple(nodes[name].meta["val"].shape)
+        grown = [k for k, (few, many) in enumerate(zip(own, found.shape, strict=False)) if few != many]
+        is_by_row = len(grown) == 1 and own[grown[0]] * request.total == found.shape[grown[0]] * joint.samples
+        if len(own) != found.ndim or (grown and not is_by_row):
+            return f"of {request.total} samples it gives other sizes than of {joint.samples}"
+    return ""
 
 
 def unlike_said(record: StepRecord, whole: StepRecord | StepRecording, samples: int) -> str:
