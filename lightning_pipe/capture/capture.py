@@ -47,7 +47,7 @@ from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
-from lightning_pipe.capture.weighing.derived_results import Derived, graphs_of_batch, with_sources
+from lightning_pipe.capture.weighing.derived_results import Derived, graph_of_batch, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.capture.weighing.unproven_results import (
@@ -407,21 +407,25 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
         variants = replace(variants, base=joint)
     else:
         joint = _prepared(joint, request)
-    flow, derived, of_batch = follow(joint), tuple[Derived, ...](), tuple[JointGraph, ...]()
+    flow, derived, of_batch = follow(joint), tuple[Derived, ...](), None
     if request.samples is not None and variants is None:
-        whole_request = replace(request, samples=request.total)
-        of_batch = graphs_of_batch(
-            joint, request.total, lambda: trace(whole_request), lambda graph: _prepared(graph, whole_request)
-        )
-        if (sources := with_sources(joint, flow, of_batch, request.device)) is None:
-            of_batch = ()
-            sources = with_sources(joint, flow, (joint,), request.device)
+        whole_request = replace(request, samples=request.total or request.samples)
+
+        def retrace() -> JointGraph:
+            return trace(whole_request)
+
+        of_batch = graph_of_batch(joint, request.total, retrace, lambda traced: _prepared(traced, whole_request))
+        sources = None
+        if of_batch is not None:
+            sources = with_sources(joint, flow, of_batch, request.device, retrace=retrace)
+        if sources is None:
+            of_batch, sources = None, with_sources(joint, flow, joint, request.device)
         joint, flow, derived = sources or (joint, flow, ())
     kinds = classify(joint)
     aliases = canonical_names(request.module)
     graph = graph_of_nodes(joint, kinds, flow, aliases)
     known = (joint, kinds, flow, aliases, request.device, request.batch_dim, variants)
-    return Capture(graph, joint.record, *known, of_batch=next(iter(of_batch), None), derived=derived, whole=whole)
+    return Capture(graph, joint.record, *known, of_batch=of_batch, derived=derived, whole=whole)
 
 
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:

@@ -15,7 +15,7 @@ slices make of it. So does the loss, where samples meet in it: it is made as its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_only_to, size_function
+from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_only_to, leading_to, size_function
 from lightning_pipe.capture.graphs.sample_mixing import is_of_their_number, is_picked_by, meets_others
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import is_random, reads_size
@@ -57,10 +57,10 @@ class Derived:
         return found
 
 
-def graphs_of_batch(
+def graph_of_batch(
     joint: JointGraph, total: int, retrace: Callable[[], JointGraph], prepared: Callable[[JointGraph], JointGraph]
-) -> tuple[JointGraph, ...]:
-    """Return graphs by which results of a batch are judged: of a few samples, `o[:8]` may look like all of them.
+) -> JointGraph | None:
+    """Return the graph by which results of a batch are judged: of a few samples, `o[:8]` may look like all of them.
 
     Args:
         joint: the graph of some of its samples.
@@ -69,40 +69,56 @@ def graphs_of_batch(
         prepared: makes of that what `joint` is.
 
     Returns:
-        The same graph if it holds for the batch too; else one that does, and how it was traced, if that says the same.
+        The same graph if it holds for the batch too; else one that does, if there is one and it says the same.
     """
     if not total or not joint.fits(total):
-        return (joint,)
+        return joint
     try:
-        found = (prepared(retrace()), retrace())
+        found = prepared(retrace())
     except CaptureError:
-        return ()
-    is_alike = len(found[0].results) == len(joint.results) and not unlike_said(joint.record, found[0].record, total)
-    return found if is_alike and all(one.symbol is not None and not one.fits(total) for one in found) else ()
+        return None
+    return found if _may_judge(found, joint, total) else None
+
+
+def _may_judge(found: JointGraph, joint: JointGraph, total: int) -> bool:
+    """Return whether a graph holds for a batch, and says what another one says of slices."""
+    is_alike = len(found.results) == len(joint.results) and not unlike_said(joint.record, found.record, total)
+    return is_alike and found.symbol is not None and not found.fits(total)
 
 
 def with_sources(
-    joint: JointGraph, flow: Flow, of_batch: Sequence[JointGraph], device: torch.device
+    joint: JointGraph,
+    flow: Flow,
+    of_batch: JointGraph,
+    device: torch.device,
+    *,
+    retrace: Callable[[], JointGraph] | None = None,
 ) -> tuple[JointGraph, Flow, tuple[Derived, ...]] | None:
     """Return a graph with the sources of such results among its results, what is known of it, and how these are made.
 
     Args:
         joint, flow: the graph, to which copies of leaves are added, and what is known of it.
-        of_batch: graphs that hold for the whole batch; what one of them does not tell, the next may.
+        of_batch: the graph that holds for the whole batch.
         device: where results are made.
+        retrace: traces the step for the whole batch: what divides by totals is made once more as it was traced.
 
     Returns:
         None if there are results which the batch does not make as parts of it do, and which have no sources.
     """
-    judges = [_Judge(joint, flow, one, device) for one in of_batch]
+    judges = [_Judge(joint, flow, of_batch, device)]
     found: dict[str, _Parts] = {}
     for name in dict.fromkeys((joint.loss, *joint.results)):
-        if name is not None and not any(judge.is_combined(name) for judge in judges):
-            parts = next(filter(None, (judge.parts(name) for judge in judges)), None)
-            if parts is not None:
-                found[name] = parts
-            elif name != joint.loss and not any(judge.is_alike(name) for judge in judges):
-                return None
+        if name is None or any(judge.is_combined(name) for judge in judges):
+            continue
+        parts = next(filter(None, (judge.parts(name) for judge in judges)), None)
+        if parts is None and name != joint.loss and retrace is not None and judges[0].divides_by_totals(name):
+            traced, retrace = _traced(retrace, joint), None
+            judges += [] if traced is None else [_Judge(joint, flow, traced, device)]
+            parts = judges[-1].parts(name)
+        if parts is not None:
+            found[name] = parts
+        elif name != joint.loss and not any(judge.is_alike(name) for judge in judges):
+            return None
     needed = {own for parts in found.values() for own in parts.half.inputs}
     copies, derived = _copies(joint, sorted(needed & joint.leaves.keys())), []
     for name, parts in found.items():
@@ -116,6 +132,15 @@ def with_sources(
     later = leading_only_to(found.keys() - {joint.loss}, joint)
     coupled = {name: reason for name, reason in flow.coupled.items() if name not in later}
     return joint, replace(flow, roles=roles, samples=samples, coupled=coupled), tuple(derived)
+
+
+def _traced(retrace: Callable[[], JointGraph], joint: JointGraph) -> JointGraph | None:
+    """Return the step as it was traced for the whole batch; None if that does not say what `joint` says."""
+    try:
+        found = retrace()
+    except CaptureError:
+        return None
+    return found if _may_judge(found, joint, found.samples) else None
 
 
 def _copies(joint: JointGraph, leaves: Iterable[str]) -> dict[str, str]:
@@ -158,6 +183,11 @@ class _Judge:
     def _is_made_alike(self, name: str, whole: str) -> bool:
         own, other = self._own, self._flow
         return own.roles.get(name) == other.roles.get(whole) and own.samples.get(name) == other.samples.get(whole)
+
+    def divides_by_totals(self, name: str) -> bool:
+        """Return whether a result is made of what was counted of the whole batch."""
+        made_of = leading_to([self._results[name].name], self._joint)
+        return any(self._joint.is_of_whole_batch(one) for one in made_of)
 
     def is_combined(self, name: str) -> bool:
         """Return whether results of slices make a result."""
@@ -247,16 +277,21 @@ def _histories(joint: JointGraph) -> dict[str, int]:
 
 def _bent(joint: JointGraph, flow: Flow) -> set[str]:
     """Name the values that slices do not make by rows, as a mean, a sum or an extreme, or only if something is idle."""
-    found = set[str]()
+    found, met = set[str](), set[str]()  # in the latter, or before them, samples meet
     for node in joint.module.graph.nodes:
         role = flow.roles.get(node.name, "same")
-        if role == "same" or is_backward(node) or "role" in node.meta:  # which says what slices make of it
+        if role == "same" or is_backward(node):
             continue
+        sources = {source.name for source in node.all_input_nodes if not is_picked_by(source, node)}
         if role == "cat":
             bends = meets_others(node, flow) or takes_size_as_number(node) or is_of_their_number(node, joint)
         else:
             bends = role in ("mixed", "linear") or node.name in flow.assumed
-        if bends or any(n.name in found for n in node.all_input_nodes if not is_picked_by(n, node)):
+        if not sources.isdisjoint(met) or (role == "cat" and bends):
+            met.add(node.name)
+        if node.name in met or (  # a role that was given says what slices make, unless samples have met
+            "role" not in node.meta and (bends or not sources.isdisjoint(found))
+        ):
             found.add(node.name)
     return found
 
