@@ -69,9 +69,9 @@ def check_separable(optimizer: Optimizer, ranks: int) -> None:
 
 def _stepped(optimizer: Optimizer, places: set[int]) -> list[torch.Tensor]:
     """Return corners of all parameters after some steps with random gradients of those at these places."""
-    with torch.random.fork_rng(devices=[]):
+    trial, corners = _copied(optimizer)
+    with torch.random.fork_rng(devices={corner.device for corner in corners if corner.device.type == "cuda"}):
         torch.manual_seed(0)
-        trial, corners = _copied(optimizer)
         directions = [torch.randn_like(corner) for corner in corners]  # before the optimizer draws any
         drawn = [[one + torch.randn_like(one) / 4 for one in directions] for _ in range(_STEPS)]
         for gradients in drawn:
