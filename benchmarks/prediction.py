@@ -2,6 +2,7 @@
 
     python -m benchmarks.prediction                     # GPT, CNN and encoder-decoder; 3 schedules x 3 micro-batches
     python -m benchmarks.prediction --models cnn --steps 9
+    python -m benchmarks.prediction --compile           # the same with compiled stages
 
 Every case is an ordinary fit on two processes: the strategy profiles the module, probes the link, predicts, trains,
 records. Step time is that of the program (from its first load to the end of the last optimizer step), the median over
@@ -63,10 +64,10 @@ class Clock(pl.Callback):
         self.ends.append(time.perf_counter())
 
 
-def cases(model: str, runs: int, steps: int) -> list[Row]:
+def cases(model: str, runs: int, steps: int, compile_: bool) -> list[Row]:
     """Fit all cases of a model several times, in turn; on all ranks, rank 0 returns the rows."""
     grid = [(schedule, m) for schedule in SCHEDULES for m in MICROBATCHES]
-    found = [[case(model, schedule, m, steps) for schedule, m in grid] for _ in range(runs)]
+    found = [[case(model, schedule, m, steps, compile_) for schedule, m in grid] for _ in range(runs)]
     return [median_row([row for row in rows if row is not None]) for rows in zip(*found, strict=True) if all(rows)]
 
 
@@ -82,9 +83,9 @@ def median_row(rows: list[Row]) -> Row:
     return replace(rows[0], **figures, memory=memory)
 
 
-def case(model: str, schedule: str, microbatches: int, steps: int) -> Row | None:
+def case(model: str, schedule: str, microbatches: int, steps: int, compile_: bool) -> Row | None:
     """Fit one case; None on other ranks than the first."""
-    options = {**SCHEDULES[schedule], "layout": "1-1", "microbatches": microbatches}
+    options = {**SCHEDULES[schedule], "layout": "1-1", "microbatches": microbatches, "compile": compile_}
     strategy = DappleStrategy(**options, timeline_steps=WARM_UP + steps, cache="off", measure_memory=True, replan=False)
     clock = Clock()
     fit(model, strategy, batch_size=BATCH, steps=WARM_UP + steps, callback=clock)
@@ -135,13 +136,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--runs", type=int, default=5, help="fits per case, each with a profile of its own")
     parser.add_argument("--steps", type=int, default=3, help="recorded steps per fit")
+    parser.add_argument("--compile", action="store_true", help="compile the stages")
     args = parser.parse_args()
     torch.set_num_threads(1)
     quiet = noise()
     rows = [
         row
         for model in args.models
-        for row in run_ranks(RANKS, cases, model, args.runs, args.steps, deadline_s=1800)[0]
+        for row in run_ranks(RANKS, cases, model, args.runs, args.steps, args.compile, deadline_s=1800)[0]
     ]
     print("\n".join(lines(rows)))
     errors = [abs(row.step_error) for row in rows]

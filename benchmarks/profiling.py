@@ -2,6 +2,7 @@
 
     python -m benchmarks.profiling accuracy                  # predicted over measured F, I and W of stages, per model
     python -m benchmarks.profiling accuracy --models lstm --rounds 9 -v
+    python -m benchmarks.profiling accuracy --compiled       # the same of compiled stages, also from plain times
     python -m benchmarks.profiling depth                     # a GPT of 12 and of 96 layers
     python -m benchmarks.profiling large                     # 7e9 parameters, on the meta device; takes minutes
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import random
 import statistics
 import time
@@ -36,6 +38,7 @@ from torch import nn
 from benchmarks.models import GPT, MODELS, Model, Trained
 from benchmarks.prediction import noise
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
+from lightning_pipe.capture.stages.compiled_stages import CompiledStages, HalfKind
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
@@ -48,6 +51,7 @@ CPU = torch.device("cpu")
 PROFILED, OTHERS = (1, 4), (2, 6)  # numbers of samples
 RUNS = 8  # of a function in a round; the first two are not counted
 LEAST_S = 1e-4  # shorter functions are not compared
+KINDS: tuple[HalfKind, ...] = ("F", "I", "W")
 KEY = RandomKey(seed=0, step=0, microbatch=0)
 LARGE = {"vocabulary": 50304, "context": 128, "width": 2496, "depth": 96}
 
@@ -70,14 +74,57 @@ class Recurrent(Trained):
         )
 
 
-ALL = {**MODELS, "lstm": Model(Recurrent, lambda n: (torch.randint(1000, (n, 25)),))}
+class Written(Trained):
+    """Predict the next token by blocks of a Llama whose norms, rotations, attention and gates are written out."""
+
+    def __init__(self, *, vocabulary: int = 1000, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.scales = nn.Parameter(torch.ones(depth, 2, width))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.gates = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.outs = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(depth))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        text = batch[0]
+        x = self.tokens(text[:, :-1])
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e-4 ** torch.linspace(0, 1, 16))
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        for scale, qkv, gate, out in zip(self.scales, self.qkv, self.gates, self.outs, strict=True):
+            q, k, v = qkv(_normed(x) * scale[0]).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+            scores = _turned(q, angles) @ _turned(k, angles).transpose(-2, -1) / 32**0.5
+            x = x + (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            up, by = gate(_normed(x) * scale[1]).chunk(2, -1)
+            x = x + out(up * by * by.sigmoid())
+        return F.cross_entropy(self.head(_normed(x)).flatten(0, 1), text[:, 1:].flatten())
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    one, two = x.chunk(2, -1)
+    return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)
+
+
+ALL = {
+    **MODELS,
+    "lstm": Model(Recurrent, lambda n: (torch.randint(1000, (n, 25)),)),
+    "written": Model(Written, lambda n: (torch.randint(1000, (n, 65)),)),
+}
 
 
 class Chain:
     """The stages of one cut, run one after the other on the parameters of a module."""
 
-    def __init__(self, capture: Capture, module: pl.LightningModule, cuts: tuple[int, ...]) -> None:
-        self._capture, self._programs = capture, capture.split(cuts).stages
+    def __init__(
+        self, capture: Capture, module: pl.LightningModule, cuts: tuple[int, ...], *, compiled: Sequence[int]
+    ) -> None:
+        stages = CompiledStages(capture.split(cuts), CPU, trials=False)
+        self._capture, self._programs = capture, stages.split.stages
+        for samples, s, kind in itertools.product(compiled, range(len(self._programs)), KINDS):
+            stages.compile(s, kind, samples)
         self._state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -150,16 +197,20 @@ class Chain:
 
 @dataclass
 class Measured:
-    """Seconds of the functions of one model, predicted and measured, by round; and how long profiling took."""
+    """Seconds of the functions of one model, predicted and measured, by round; and how long profiling took.
+
+    Those that are predicted are also from the times of uncompiled stages, if stages are compiled.
+    """
 
     predicted: Seconds
+    plain: Seconds
     measured: Seconds
     profiling_s: list[float]
 
-    def errors(self) -> dict[Name, float]:
+    def errors(self, predicted: Seconds) -> dict[Name, float]:
         """Return predicted over measured, less 1, of all functions that take long enough."""
         measured = {name: min(times) for name, times in self.measured.items()}
-        return {n: min(self.predicted[n]) / own - 1 for n, own in measured.items() if own > LEAST_S}
+        return {n: min(predicted[n]) / own - 1 for n, own in measured.items() if own > LEAST_S}
 
 
 def captured(module: pl.LightningModule, batch: tuple[torch.Tensor, ...]) -> Capture:
@@ -168,26 +219,29 @@ def captured(module: pl.LightningModule, batch: tuple[torch.Tensor, ...]) -> Cap
     return capture_step(Request(module, "training_step", structure, samples=len(tensors[0])))
 
 
-def compare(model: Model, rounds: int) -> Measured:
+def compare(model: Model, rounds: int, *, compiled: bool) -> Measured:
     """Measure profile and stages in turn."""
     torch.manual_seed(0)
     module = model.make().train()
     capture = captured(module, model.batch(4))
     places = [k for k in range(1, len(capture.graph.nodes)) if k not in capture.graph.uncuttable]
     dice = random.Random(3)
-    cuts = [(), *(tuple(sorted(dice.sample(places, count))) for count in (1, 2, 2, 3))]
-    chains = {cut: Chain(capture, module, cut) for cut in cuts}
-    found = Measured(defaultdict(list), defaultdict(list), [])
+    cuts = [(), *(tuple(sorted(dice.sample(places, count))) for count in ((2,) if compiled else (1, 2, 2, 3)))]
+    sizes = (*PROFILED, *OTHERS)
+    chains = {cut: Chain(capture, module, cut, compiled=sizes if compiled else ()) for cut in cuts}
+    found = Measured(defaultdict(list), defaultdict(list), defaultdict(list), [])
     for _ in range(rounds):
         started = time.perf_counter()
-        profile = profile_capture(capture, device=CPU, sizes=PROFILED)
+        profile = profile_capture(capture, device=CPU, sizes=PROFILED, compiled=compiled)
         found.profiling_s.append(time.perf_counter() - started)
-        for samples in (*PROFILED, *OTHERS):
+        plain = profile_capture(capture, device=CPU, sizes=PROFILED) if compiled else profile
+        for samples in sizes:
             for cut, chain in chains.items():
                 for name, seconds in measured(chain, model.batch(samples), samples, cut).items():
                     found.measured[name].append(seconds)
-                for name, seconds in predicted(capture.graph, profile, samples, cut).items():
-                    found.predicted[name].append(seconds)
+                for costs, seconds_of in ((profile, found.predicted), (plain, found.plain)):
+                    for name, seconds in predicted(capture.graph, costs, samples, cut).items():
+                        seconds_of[name].append(seconds)
     return found
 
 
@@ -212,15 +266,17 @@ def predicted(graph: Graph, profile: Profile, samples: int, cut: tuple[int, ...]
 
 
 @freed_memory_kept()
-def accuracy(models: Sequence[str], rounds: int, *, verbose: bool) -> None:
+def accuracy(models: Sequence[str], rounds: int, *, compiled: bool, verbose: bool) -> None:
     print(f"noise (spread of a matrix product's times): {noise():.1%}")
     print(f"{'model':8} {'samples':9} {'functions':>9} {'median':>7} {'p90':>6} {'worst':>6}   mean error")
     for model in models:
-        found = compare(ALL[model], rounds)
-        errors = found.errors()
+        found = compare(ALL[model], rounds, compiled=compiled)
+        errors = found.errors(found.predicted)
         for what, sizes in (("profiled", PROFILED), ("others", OTHERS)):
             own = {name: error for name, error in errors.items() if name[0] in sizes}
             print(f"{model:8} {what:9} {summary(own)}")
+        if compiled:
+            print(f"{'':8} {'plain':9} {summary(found.errors(found.plain))}")
         print(f"{'':8} profiled in {format_seconds(statistics.median(found.profiling_s))}")
         if verbose:
             for name, error in sorted(errors.items()):
@@ -282,11 +338,12 @@ def main() -> None:
     parser.add_argument("what", choices=["accuracy", "depth", "large"])
     parser.add_argument("--models", nargs="+", default=list(ALL), choices=list(ALL))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compiled", action="store_true", help="compile stages and windows, two cuts each")
     parser.add_argument("-v", "--verbose", action="store_true", help="print every function")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.what == "accuracy":
-        accuracy(args.models, args.rounds, verbose=args.verbose)
+        accuracy(args.models, args.rounds, compiled=args.compiled, verbose=args.verbose)
     elif args.what == "depth":
         depth()
     else:

@@ -88,7 +88,9 @@ def _costs(capture: Capture, samples: int, options: StepOptions, *, ranks: int) 
         return counted(capture.graph)
     counts = (1, ranks, _MOST_PER_RANK * ranks) if config.microbatches is None else (1, config.microbatches)
     sizes = sorted({max(1, samples // count) for count in counts})
-    return profile_capture(capture, device=capture.device, sizes=sizes, cache=config.cache_dir, progress=True)
+    return profile_capture(
+        capture, device=capture.device, sizes=sizes, cache=config.cache_dir, progress=True, compiled=config.compile
+    )
 
 
 def _device(options: StepOptions) -> torch.device:

@@ -16,14 +16,15 @@ from torch import nn
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.stages.operation_calls import OperatorCall, operator_calls
-from lightning_pipe.profiler.timing import glue, operators
+from lightning_pipe.profiler.timing import operators, windows
 from lightning_pipe.profiler.timing import sample_region as part
 from lightning_pipe.profiler.timing.arguments import Maker, index_bounds
 from lightning_pipe.profiler.timing.clock import TimingClock
-from lightning_pipe.profiler.timing.glue import choose_windows, glue_names
+from lightning_pipe.profiler.timing.glue import glue_names, measure_glue
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.operators import Operators, profile_capture
 from lightning_pipe.profiler.timing.timed_run import Tools, Walk
+from lightning_pipe.profiler.timing.windows import choose_windows
 from models.parity import make_loader, make_module
 from zoo.test_zoo_pipelines import captured, made, sizes_of
 
@@ -38,7 +39,7 @@ def quick(monkeypatch):
     for module, name, value in [
         (part, "_RUNS", (2, 2)),
         (part, "_MOST_INSTANCES", 2),
-        (glue, "_RUNS", (1, 1)),
+        (windows, "_RUNS", (1, 1)),
         (operators, "_ROUNDS", 1),
     ]:
         monkeypatch.setattr(module, name, value)
@@ -314,11 +315,11 @@ def test_windows_lie_at_cuts_and_the_cost_model_runs_the_same_operations():
     graph = capture.graph
     for begin, end in choose_windows(graph):
         assert 0 <= begin < end <= len(graph.nodes) and not {begin, end} & graph.uncuttable
-    found = glue.measure_glue(capture, {3: course_of(capture, 3)}, tools())
+    found = measure_glue(capture, {3: course_of(capture, 3)}, tools())
     assert tuple(found) == glue_names(graph, 3)
     many = deep_capture(60)
-    windows = choose_windows(many.graph)
-    assert len(windows) == 3 and all(a[1] <= b[0] for a, b in itertools.pairwise(windows))
+    found_windows = choose_windows(many.graph)
+    assert len(found_windows) == 3 and all(a[1] <= b[0] for a, b in itertools.pairwise(found_windows))
 
 
 def test_numbers_of_samples_for_which_a_graph_does_not_hold_are_left_out():

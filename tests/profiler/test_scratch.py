@@ -20,7 +20,7 @@ from lightning_pipe.core.serial import from_yaml, to_yaml
 from lightning_pipe.cost.memory import MemoryModel
 from lightning_pipe.cost.stage import stage_works
 from lightning_pipe.profiler.cache import load_timings
-from lightning_pipe.profiler.timing import glue, operators
+from lightning_pipe.profiler.timing import operators, windows
 from lightning_pipe.profiler.timing import sample_region as part
 from lightning_pipe.profiler.timing.arguments import Maker, specs_of
 from lightning_pipe.profiler.timing.operators import profile_capture
@@ -120,7 +120,7 @@ def quick(monkeypatch):
     for module, name, value in [
         (part, "_RUNS", (2, 2)),
         (part, "_MOST_INSTANCES", 2),
-        (glue, "_RUNS", (1, 1)),
+        (windows, "_RUNS", (1, 1)),
         (operators, "_ROUNDS", 1),
     ]:
         monkeypatch.setattr(module, name, value)

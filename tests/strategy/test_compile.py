@@ -19,6 +19,7 @@ from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.capture.stages import compiling
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.strategy import preparation
 from lightning_pipe.strategy.start.compilation import recorder_of
 from ranks.world import World
@@ -87,6 +88,30 @@ def test_graphs_that_a_compiler_is_given_train_as_the_stages_do(case):
         assert told.compiled
         assert not told.said
         assert_same(told.fitted, other, rtol=0)
+
+
+def fit_planned(case: Case) -> tuple[Told, int]:
+    """Fit, and count what was measured of compiled windows here; a worker function."""
+    found: list[int] = []
+    measure = Operators.measure_compiled
+
+    def counted(self: Operators, known: Any, **share: Any) -> Any:
+        timings = measure(self, known, **share)
+        found.append(len(timings))
+        return timings
+
+    with mock.patch.object(Operators, "measure_compiled", counted):
+        return fit_compiled(case), sum(found)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_ranks_measure_compiled_windows_together_where_stages_are_compiled(is_compiled):
+    case = Case("gpt_tied", {"layout": "1-1", "microbatches": 3, "costs": "measured", "compile": is_compiled})
+    found = World(2).run(fit_planned, case, deadline_s=100)
+    counts = [count for _, count in found]
+    assert (sum(counts) > 0) == is_compiled
+    assert not is_compiled or sum(counts) % 2 == 0, "forward and backward of every window"
+    assert all(not told.said and (told.compiled > 0) == is_compiled for told, _ in found)
 
 
 def fit_recorded(case: Case) -> tuple[Fitted, Again, list[str]]:

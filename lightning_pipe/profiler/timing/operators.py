@@ -10,9 +10,12 @@ are made up, so parameters may be on the meta device, and models larger than the
 Where ranks share the work, each measures its share of the calls at the same time as the others, so that what they have
 in common (caches, memory bandwidth) is as busy as in training:
 
-    operators = Operators(capture, device=device, sizes=sizes)
+    operators = Operators(capture, device=device, sizes=sizes, compiled=False)
     mine = operators.measure(known, share=(rank, ranks))        known: the same on all ranks
     profile = operators.assemble({**known, **everybody's})
+
+Of stages that will run compiled, what that changes is measured too, on windows that are compiled (`compiled`):
+`mine |= operators.measure_compiled(known, share=...)`.
 """
 
 from __future__ import annotations
@@ -35,11 +38,13 @@ from lightning_pipe.profiler.cache import Timing, Timings, digest, load_timings,
 from lightning_pipe.profiler.devices import device_kind
 from lightning_pipe.profiler.timing.arguments import Maker
 from lightning_pipe.profiler.timing.clock import clock_of
+from lightning_pipe.profiler.timing.compiled import Fusion, fusion_names, is_fused, known_fusion, measure_fusion
 from lightning_pipe.profiler.timing.glue import glue_names, known_glue, measure_glue
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.progress import Bar
 from lightning_pipe.profiler.timing.sample_region import SampleRegion
 from lightning_pipe.profiler.timing.timed_run import Tools
+from lightning_pipe.profiler.timing.windows import choose_windows
 from lightning_pipe.profiler.timing.workspace import gauge_of
 
 _ROUNDS = 2
@@ -54,6 +59,7 @@ def profile_capture(
     sizes: Sequence[int],
     cache: Path | None = None,
     progress: bool = False,
+    compiled: bool = False,
 ) -> Profile:
     """Return the seconds of all operations, from the cache where they are known, else measured.
 
@@ -63,10 +69,11 @@ def profile_capture(
         sizes: numbers of samples at which to measure; those for which the graph does not hold are left out.
         cache: directory of known times; None for none.
         progress: whether to show a bar if it takes long.
+        compiled: whether stages will run compiled.
     """
-    operators = Operators(capture, device=device, sizes=sizes)
+    operators = Operators(capture, device=device, sizes=sizes, compiled=compiled)
     known = load_timings(cache, device) if cache is not None else {}
-    found = operators.measure(known, progress=progress)
+    found = operators.measure(known, progress=progress) | operators.measure_compiled(known)
     if cache is not None and found:
         store_timings(cache, device, found)
     return operators.assemble({**known, **found})
@@ -80,10 +87,11 @@ class Operators:
         device: where to measure.
         sizes: numbers of samples at which to measure; those for which the graph does not hold are left out, and if none
             is left, the captured one is taken.
+        compiled: whether stages will run compiled.
     """
 
-    def __init__(self, capture: Capture, *, device: torch.device, sizes: Sequence[int]) -> None:
-        self._capture, self._device = capture, device
+    def __init__(self, capture: Capture, *, device: torch.device, sizes: Sequence[int], compiled: bool = False) -> None:
+        self._capture, self._device, self._compiled = capture, device, compiled
         fitting = [n for n in sorted(set(sizes)) if not capture.misfit(n)]
         self.sizes: tuple[int, ...] = tuple(fitting) or (capture.graph.samples,)
         with without_collection():  # which takes longer than the work where a graph has made many objects
@@ -112,7 +120,7 @@ class Operators:
         if not glue and not any(wanted.values()):
             return {}
         with Bar("Profiling", shown=progress) as bar, _measuring(self._device):
-            tools = Tools(Maker(self._device), clock_of(self._device), _LIMIT_BYTES)
+            tools = self._tools()
             parts = [SampleRegion(self._courses[n], names, tools) for n, names in wanted.items() if names]
             for part in parts * _ROUNDS:
                 part.measure(lambda done: bar.advance(done / (_ROUNDS * len(parts))))
@@ -123,6 +131,37 @@ class Operators:
             if glue:
                 found |= measure_glue(self._capture, {n: self._courses[n] for n in glue}, tools)
         return {digest(name): timing for name, timing in found.items()}
+
+    def measure_compiled(self, known: Timings, *, share: tuple[int, int] = (0, 1)) -> dict[str, Timing]:
+        """Compile windows of the step, measure what is not known of them, and return it; nothing if none is compiled.
+
+        Args:
+            known: what need not be measured; the same on all ranks that share the work.
+            share: this rank's number among the ranks that share the work, and their number.
+        """
+        if not self._compiled:
+            return {}
+        (rank, ranks), graph, samples = share, self._capture.graph, self._compiled_for
+        mine = [
+            k
+            for k in range(rank, len(choose_windows(graph)), ranks)
+            if any(digest(name) not in known for name in fusion_names(graph, samples, k))
+        ]
+        if not mine:
+            return {}
+        with _measuring(self._device):
+            found = measure_fusion(
+                self._capture, mine, self._courses[samples], samples, device=self._device, tools=self._tools()
+            )
+        return {digest(name): timing for name, timing in found.items()}
+
+    @property
+    def _compiled_for(self) -> int:
+        """Return the number of samples for which windows are compiled."""
+        return self.sizes[len(self.sizes) // 2]
+
+    def _tools(self) -> Tools:
+        return Tools(Maker(self._device), clock_of(self._device), _LIMIT_BYTES)
 
     def _wanted(self, known: Timings, share: tuple[int, int]) -> dict[int, list[str]]:
         """Return the signatures to be measured here at each number of samples: neighbours stay together."""
@@ -141,7 +180,8 @@ class Operators:
         Args:
             timings: of all calls.
         """
-        columns = [self._column(n, timings) for n in self.sizes]
+        fusion = known_fusion(self._capture.graph, self._compiled_for, timings) if self._compiled else None
+        columns = [self._column(n, timings, fusion) for n in self.sizes]
         scratch = [self._scratch(n, timings) for n in self.sizes]
         found = [timings[digest(name)] for course in self._courses.values() for name in course.signatures]
         return Profile(
@@ -158,8 +198,8 @@ class Operators:
         found = (timings[digest(name)].scratch_bytes for name in self._courses[samples].own)
         return [0 if math.isnan(scratch) else round(scratch) for scratch in found]
 
-    def _column(self, samples: int, timings: Timings) -> list[float]:
-        """Return the seconds of all operations at one number of samples, glue included."""
+    def _column(self, samples: int, timings: Timings, fusion: Fusion | None) -> list[float]:
+        """Return the seconds of all operations at one number of samples, glue included; compiled, if that is known."""
         course = self._courses[samples]
         by_name = {name: timings[digest(name)].seconds for name in course.signatures}
         graph = self._capture.graph
@@ -167,6 +207,9 @@ class Operators:
         for name, operation in course.charges():
             if not math.isnan(by_name[name]):
                 seconds[operation] += by_name[name]
+        if fusion is not None:
+            both = zip(graph.operations, seconds, strict=True)
+            return [own * fusion.of(operation) if is_fused(operation) else own for operation, own in both]
         glue = known_glue(graph, samples, timings)
         return [
             max(own + glue.of(operation.phase), _LEAST_SHARE * own) if own else 0.0

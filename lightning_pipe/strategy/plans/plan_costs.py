@@ -153,7 +153,7 @@ class PlanCosts:
         """Return the seconds of operations on rank 0's kind of device, on rank 0; None elsewhere."""
         control, cache = self._links.control, self._config.cache_dir
         sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
-        operators = Operators(capture, device=self._device, sizes=sizes)
+        operators = Operators(capture, device=self._device, sizes=sizes, compiled=self._config.compile)
         mine: dict[str, Timing] = {}
         is_disturbed = False
         known = control.broadcast(
@@ -169,6 +169,7 @@ class PlanCosts:
             mine = operators.measure(known, share=share, progress=control.rank == 0)
             here = sum(fact.host == facts[control.rank].host for fact in facts)
             is_disturbed = bool(mine) and used.is_short(ranks=here, device=self._device)
+            mine |= operators.measure_compiled(known, share=share)
         with computing(self._device):  # until the last rank has measured, as cores and caches are busy in training
             told = [
                 control.to_first((mine, is_disturbed), source=rank, what="the times of operations") for rank in sharers
