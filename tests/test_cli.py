@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES
+from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.profiles.published import load_published
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -399,9 +401,18 @@ def test_a_model_that_needs_values_is_built_with_real_parameters_which_is_said(h
     assert "built with real parameters" in capsys.readouterr().err
 
 
-def test_costs_can_be_measured_on_this_machine(run):
-    told = run("explain", "model=nets:Loaded", "ranks=2", "planner=uniform", "costs=measured", "cache=off")
-    assert "Costs are measured" in told
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_costs_can_be_measured_on_this_machine(run, compiled, monkeypatch):
+    asked: list[bool] = []
+
+    def measured(operators: Operators, known: Any, **_: Any) -> dict[str, Any]:
+        asked.append(operators.compiled)
+        return {}
+
+    monkeypatch.setattr(Operators, "measure_compiled", measured)
+    words = ("model=nets:Loaded", "ranks=2", "planner=uniform", "costs=measured", "cache=off", f"compile={compiled}")
+    assert "Costs are measured" in run("explain", *words)
+    assert asked == [compiled == "true"]
 
 
 def test_the_runtime_is_part_of_plans_made_without_ranks_and_said(run):
@@ -479,6 +490,7 @@ def test_the_deepest_model_of_a_family_is_shown(run):
         (("ranks=2", "model=nets:Net", "profile=x"), "both model= and profile="),
         (("ranks=2", "model=nets:Net", "profile_samples=2"), "model= and profile_samples, which it leaves without"),
         ((*CHAIN, "ranks=2", "costs=measured"), "profile= and costs, which it leaves without effect"),
+        (("model=nets:Net", "ranks=2", "compile=true"), "compile=true with counted costs"),
         ((*CHAIN, "cluster=rtx4090"), "did you mean 'rtx4090_4'"),
         (("profile=none.txt", "ranks=2"), "cannot read none.txt"),
         ((*CHAIN, "ranks=2", "planner=dapel"), "did you mean 'dapple'"),

@@ -57,6 +57,7 @@ class StepOptions:
     )
     batch_dim: int = option(0, "dimension of the batch's tensors along which samples lie")
     costs: str = option("counted", "of a model's operations: counted, or measured on this machine")
+    compile: bool = option(False, "whether stages will run compiled, which measured costs are then of")
     cache: str | None = option(None, "directory of measured times; off keeps none, null the user's cache directory")
     profile: str | None = option(None, "instead of a model: file of a published profile of layers")
     profile_samples: int | None = option(None, "samples that this file was measured with, if its name does not say it")
@@ -98,6 +99,10 @@ class StepOptions:
         source, others = ("model", _OF_PROFILES) if self.model is not None else ("profile", _OF_MODELS)
         if idle := [name for name in others if getattr(self, name) != defaults[name]]:
             raise ConfigError(f"found {source}= and {', '.join(idle)}, which it leaves without effect. Remove these.")
+        if self.compile and self.costs == "counted":
+            raise ConfigError(
+                "found compile=true with counted costs, which it leaves without effect; set costs=measured"
+            )
 
     @property
     def config(self) -> DappleConfig:
@@ -117,7 +122,7 @@ PRECISIONS = (
     "bf16-true",
     "bf16-mixed",
 )  # those of the Trainer that the strategy runs, but for 64
-_OF_MODELS = ("model_args", "batch", "precision", "batch_dim", "costs", "cache")
+_OF_MODELS = ("model_args", "batch", "precision", "batch_dim", "costs", "compile", "cache")
 _OF_PROFILES = ("profile_samples", "profile_layers", "saved_bytes_per_sample")
 _LEAST = {
     "ranks": 1,

@@ -88,10 +88,14 @@ class Operators:
         sizes: numbers of samples at which to measure; those for which the graph does not hold are left out, and if none
             is left, the captured one is taken.
         compiled: whether stages will run compiled.
+
+    Attributes:
+        sizes: numbers of samples at which is measured.
+        compiled: as given.
     """
 
     def __init__(self, capture: Capture, *, device: torch.device, sizes: Sequence[int], compiled: bool = False) -> None:
-        self._capture, self._device, self._compiled = capture, device, compiled
+        self._capture, self._device, self.compiled = capture, device, compiled
         fitting = [n for n in sorted(set(sizes)) if not capture.misfit(n)]
         self.sizes: tuple[int, ...] = tuple(fitting) or (capture.graph.samples,)
         with without_collection():  # which takes longer than the work where a graph has made many objects
@@ -139,7 +143,7 @@ class Operators:
             known: what need not be measured; the same on all ranks that share the work.
             share: this rank's number among the ranks that share the work, and their number.
         """
-        if not self._compiled:
+        if not self.compiled:
             return {}
         (rank, ranks), graph, samples = share, self._capture.graph, self._compiled_for
         mine = [
@@ -180,7 +184,7 @@ class Operators:
         Args:
             timings: of all calls.
         """
-        fusion = known_fusion(self._capture.graph, self._compiled_for, timings) if self._compiled else None
+        fusion = known_fusion(self._capture.graph, self._compiled_for, timings) if self.compiled else None
         columns = [self._column(n, timings, fusion) for n in self.sizes]
         scratch = [self._scratch(n, timings) for n in self.sizes]
         found = [timings[digest(name)] for course in self._courses.values() for name in course.signatures]
