@@ -23,7 +23,14 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_roles import LINEAR, Role, combined, reduced, takes_size_as_number
+from lightning_pipe.capture.graphs.value_roles import (
+    LINEAR,
+    Role,
+    combined,
+    is_total_weight,
+    reduced,
+    takes_size_as_number,
+)
 from lightning_pipe.capture.operators import Trait, takes_batch_statistics, takes_output, traits
 from lightning_pipe.capture.steps.stage_program import Combine, Value, memory_order
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
@@ -91,7 +98,7 @@ def follow(joint: JointGraph) -> Flow:
             found = _locate(node, joint, samples)
             if found is not None:
                 samples[node.name] = found
-            reason = _coupling(node, joint, roles, samples)
+            reason = "" if node.meta.get("of_each") else _coupling(node, joint, roles, samples)
             if reason:
                 coupled[node.name] = reason
     for name in joint.results[len(joint.results) - len(joint.record.guards) :]:
@@ -219,6 +226,8 @@ def _role(node: fx.Node, joint: JointGraph, roles: dict[str, Role]) -> Role:
         return "same"
     inputs = [roles.get(n.name, "same") for n in node.all_input_nodes]
     if takes_output(node):
+        if is_total_weight(node):
+            return "sum"
         if inputs[0] in ("max", "min") and node.args[1] != 0:
             return "mixed"  # where the extreme is
         return reduced(node.args[0], node) if inputs[0] == "cat" else inputs[0]

@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.operators import Trait, row_of, traits
+from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, row_of, takes_output, traits
 from lightning_pipe.capture.torch_private import argument_names, has_no_data, operator_name, shape_arguments
 
 Role = Literal["same", "cat", "mean", "sum", "max", "min", "last", "linear", "mixed"]
 
 LINEAR: frozenset[Role] = frozenset({"mean", "sum", "linear"})
-_MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
+MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # at::Reduction
 
 
 def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
@@ -28,7 +28,7 @@ def sized_inputs(node: fx.Node, joint: JointGraph) -> int:
 
 def takes_size_as_number(node: fx.Node) -> bool:
     """Return whether an operation of the step takes a number that depends on the samples as one, not as a shape."""
-    if node.meta.get("inserted"):
+    if node.meta.get("inserted") or node.meta.get("of_each"):
         return False
     row, shapes = row_of(node), shape_arguments(node)
     first = 0 if Trait.SIZED not in row.traits else row.filled_with or len(node.args)
@@ -39,11 +39,18 @@ def takes_size_as_number(node: fx.Node) -> bool:
 
 def _is_size(node: fx.Node, joint: JointGraph) -> bool:
     """Return whether a node is a Python number proportional to the number of samples."""
+    return proportional_to(node, joint) == 1
+
+
+def proportional_to(node: fx.Node, joint: JointGraph) -> int:
+    """Return the power of the number of samples to which a Python number is proportional, 1 or -1; 0 if to none."""
     meta = node.meta.get("val")
     if joint.symbol is None or not isinstance(meta, (torch.SymInt, torch.SymFloat)):
-        return False
+        return 0
     expression = meta.node.expr
-    return joint.symbol in expression.free_symbols and not (expression / joint.symbol).free_symbols
+    if joint.symbol not in expression.free_symbols:
+        return 0
+    return next((power for power in (1, -1) if not (expression / joint.symbol**power).free_symbols), 0)
 
 
 def _varies_unlike_samples(node: fx.Node, joint: JointGraph) -> bool:
@@ -60,12 +67,18 @@ def reduced(operation: Any, node: fx.Node) -> Role:
         return "mixed" if takes_size_as_number(node) else "same"
     schema = argument_names(operation)
     if "reduction" in schema:
-        if operator_name(operation) == "nll_loss_forward" and node.args[1:] == (1,):
-            return "sum"  # its second output is the weight of all targets
+        if is_total_weight(node):
+            return "sum"
         given = operation.args[schema.index("reduction") :]
-        found: dict[int, Role] = {_MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
-        return found.get(given[0] if given else _MEAN_REDUCTION, "mixed")
+        found: dict[int, Role] = {MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
+        return found.get(given[0] if given else MEAN_REDUCTION, "mixed")
     return row_of(operation).reduces or "mixed"
+
+
+def is_total_weight(node: fx.Node) -> bool:
+    """Return whether a node takes the weight of all targets out of a negative log likelihood."""
+    source = node.args[0] if takes_output(node) else None
+    return isinstance(source, fx.Node) and source.target in WEIGHED_MEANS and node.args[1:] == (1,)
 
 
 def combined(node: fx.Node, inputs: list[Role], joint: JointGraph) -> Role:

@@ -36,6 +36,7 @@ from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, re
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import argument_names, is_backward
+from lightning_pipe.capture.weighing.batch_numbers import divide_by_batch, dividing_rows
 from lightning_pipe.capture.weighing.insert import insert
 from lightning_pipe.errors import CaptureError
 
@@ -58,8 +59,9 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
     shares = [kernel.insert_share(joint) for kernel in kernels]
     reduced = _reduced(joint, flow, batch_only)
     wanted = _wanted(joint, flow, reduced)
+    divided = dividing_rows(joint, flow, but={node.name for node in wanted})
     has_terms = any(flow.roles.get(name) == "linear" for name in leading_to((joint.loss, *joint.results), joint))
-    if not shares and not wanted and not has_terms:
+    if not shares and not wanted and not divided and not has_terms:
         return joint
     nodes = [*wanted, *shares]
     means: list[Role] = ["mean"] * len(shares)
@@ -73,6 +75,9 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
     for kernel, share in zip(kernels, shares, strict=True):
         kernel.weigh(share, vector, first)
         first += 1
+    for node in divided:
+        number = insert(node, _aten.select.int, vector, 0, 0)
+        divide_by_batch(node, joint, flow, samples_before(node, joint), number)
     _erase_unused(joint, batch_only)
     return replace(joint, leaves={**joint.leaves, vector.name: totals.leaf}, totals=totals)
 
