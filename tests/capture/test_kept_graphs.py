@@ -77,6 +77,11 @@ def in_place(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (h - target).abs().mean()
 
 
+def counting(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    classes = torch.bincount((y[:, 0] > 0).long(), minlength=4)  # a size that is known when torch has counted
+    return (net.one(x) * classes / classes.sum()).square().mean()
+
+
 def with_a_constant(net: Net, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (net.one(x) * net.outside).square().mean()
 
@@ -106,7 +111,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return noted
 
 
-@pytest.mark.parametrize("body", [plain, logging, asking, in_place], ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", [plain, logging, asking, in_place, counting], ids=lambda body: body.__name__)
 def test_a_kept_graph_is_the_graph_that_tracing_gives(body: Any, tmp_path: Path, found: list[bool]) -> None:
     net = Net(body)
     traced = captured(net, None)

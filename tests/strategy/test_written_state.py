@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -220,3 +221,60 @@ def test_every_batch_writes_it_also_one_that_is_accumulated_or_has_no_sample_for
 ) -> None:
     """Batches without a step wrote nothing, and replicas without a sample told the others what had been there."""
     assert_as_on_one_device(written, accumulated, {"layout": layout, "microbatches": 1, "capture": "joint"})
+
+
+class Frequencies(Small):
+    """Weigh classes by how often they were met, this batch included."""
+
+    data = staticmethod(lambda: loader(22, 8))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("met", torch.tensor([5.0, 1.0, 2.0], dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        targets = batch[1].masked_fill(batch[0][:, 0] > 1, -100)
+        self.met += F.one_hot(batch[1], 3).sum(0)
+        weights = self.met.sum() / self.met
+        return F.cross_entropy(self(batch[0]), targets, weight=weights / weights.mean())
+
+
+class FrequenciesBefore(Frequencies):
+    """Weigh them by how often they were met before."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1], weight=1 / self.met)
+        self.met += F.one_hot(batch[1], 3).sum(0)
+        return loss
+
+
+class Normed(Small):
+    """Keep statistics of instances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        made = self.norm(torch.tanh(self.first(batch[0])).unflatten(1, (2, 4)))
+        return F.cross_entropy(self.last(made.flatten(1)), batch[1])
+
+
+def weighed(_: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit; a worker function."""
+    return run(Frequencies, options)
+
+
+@pytest.mark.parametrize("options", [{"layout": "1-1", "microbatches": 3}, {"layout": "2", "microbatches": 2}], ids=str)
+def test_weights_of_classes_that_the_step_makes_of_the_batch_weigh_all_of_it(options: dict[str, Any]) -> None:
+    """The mean over targets of a micro-batch was weighed by its samples."""
+    assert_as_on_one_device(weighed, "", options)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(FrequenciesBefore, "met"), (Normed, "norm.running_mean")])
+def test_state_that_micro_batches_read_or_make_otherwise_is_named(kind: type[Small], name: str) -> None:
+    trainer = make_trainer(dapple(layout="1", microbatches=2), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(kind(), loader())
+    assert [1 for one in caught if f"changes {name}" in str(one.message) and "2 times per batch" in str(one.message)]

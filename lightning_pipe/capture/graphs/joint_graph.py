@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import sympy
@@ -146,6 +147,7 @@ def describe(
     _name_squeezed(graph)
     symbols, others = {s for leaf in leaves for s in _symbols(leaf)}, _symbols_at(leaves, lengths)
     _refuse_shapes_of_values(graph, symbols)
+    _settle_sizes(graph)
     symbols -= {*others.values()}
     inputs = {node.name: node.meta["desc"] for node in graph.nodes if node.op == "placeholder"}
     output = graph.output_node()
@@ -177,6 +179,28 @@ def describe(
         recording=replace(step.recordings[-1], results=[]),
         lengths=others,
     )
+
+
+def _settle_sizes(graph: fx.Graph) -> None:
+    """Let sizes that have turned out to be a number be that number, as they are in graphs that were kept."""
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return (tuple if isinstance(value, tuple) else list)(map(settled, value))
+        if isinstance(value, torch.SymInt):
+            return int(value.node.expr) if value.node.expr.is_Integer else value
+        if not isinstance(value, private.FakeTensor) or value.layout is not torch.strided:
+            return value
+        form = value.shape, value.stride()
+        sizes = tuple([settled(size) for size in one] for one in form)
+        if all(type(own) is type(size) for own, size in zip(chain(*sizes), chain(*form), strict=True)):
+            return value
+        with value.fake_mode:
+            return torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
+
+    for node in graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = settled(node.meta["val"])
 
 
 def _with_new_names(module: fx.GraphModule) -> fx.GraphModule:

@@ -65,10 +65,22 @@ def state_kept_by_replicas(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
 
 def state_by_parts(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
     """Name the buffers that micro-batches change one after another, to something else than the batch would."""
-    right = state_averaged(joint, flow) | state_accumulated(joint, flow)
+    right = state_averaged(joint, flow) | (state_accumulated(joint, flow) - _read_too(joint))
     mixed = mixed_beside_loss(joint, flow)
     wrong = {state for state, new in joint.mutations.items() if new in mixed} | {*_depending(joint, flow)} - right
     return tuple(sorted(wrong))
+
+
+def _read_too(joint: JointGraph) -> set[str]:
+    """Name the state from which what is trained, or other state, is computed, besides its own new content."""
+    trained = leading_to([joint.loss, *(name for name, _ in joint.gradients)], joint)
+    places = {state: place for place, state in {**joint.parameters, **joint.buffers}.items()}
+    reads = _states_read(joint, {state: places[state] for state in joint.mutations})
+    return {
+        state
+        for state, new in joint.mutations.items()
+        if {places[state], new} & trained or any(state in reads[other] for other in joint.mutations if other != state)
+    }
 
 
 def _depending(joint: JointGraph, flow: Flow) -> tuple[str, ...]:

@@ -55,26 +55,31 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
         return joint
     flow = follow(joint)
     batch_only = _batch_only(joint)
-    kernels = [_Kernel(node) for node in joint.module.graph.nodes if _is_kernel(node, batch_only, flow)]
+    kernels = [_Kernel(node, batch_only) for node in joint.module.graph.nodes if _is_kernel(node, batch_only, flow)]
     shares = [kernel.insert_share(joint) for kernel in kernels]
+    counted = [kernel.counted(share) for kernel, share in zip(kernels, shares, strict=True)]
     reduced = _reduced(joint, flow, batch_only)
     wanted = _wanted(joint, flow, reduced)
     divided = dividing_rows(joint, flow, but={node.name for node in wanted})
     has_terms = any(flow.roles.get(name) == "linear" for name in leading_to((joint.loss, *joint.results), joint))
     if not shares and not wanted and not divided and not has_terms:
         return joint
-    nodes = [*wanted, *shares]
-    means: list[Role] = ["mean"] * len(shares)
-    roles: list[Role] = ["sum", *(flow.roles[node.name] for node in wanted), *means]
+    nodes = [*wanted, *counted]
+    kinds: list[Role] = ["mean" if kernel.is_weight_known else "sum" for kernel in kernels]
+    roles: list[Role] = ["sum", *(flow.roles[node.name] for node in wanted), *kinds]
     totals = Totals(_function(joint, nodes, device), tuple(roles), max(joint.leaves.values()) + 1, _precision(device))
     vector = _placeholder(joint, leaves[0], totals, 1 + sum(_numbers(node) for node in nodes))
     first = 1
     for node in wanted:
         _read(node, vector, first)
         first += _numbers(node)
-    for kernel, share in zip(kernels, shares, strict=True):
+    for kernel, share, own in zip(kernels, shares, counted, strict=True):
         kernel.weigh(share, vector, first)
-        first += 1
+        first += _numbers(own)
+    if any(not kernel.is_weight_known for kernel in kernels):
+        made = follow(joint).roles
+        for kernel in kernels:
+            kernel.say_role(made)
     for node in divided:
         number = insert(node, _aten.select.int, vector, 0, 0)
         divide_by_batch(node, joint, flow, samples_before(node, joint), number)
@@ -310,21 +315,25 @@ def _is_kernel(node: fx.Node, batch_only: Mapping[str, bool], flow: Flow) -> boo
     """Return whether a node is a mean over targets that divides by their weight, which depends on the batch alone."""
     if node.target not in WEIGHED_MEANS or is_backward(node) or flow.roles[node.name] != "mean":
         return False
-    kernel = _Kernel(node)
-    known = batch_only.get(kernel.target.name, False)
+    kernel = _Kernel(node, batch_only)
     weight = kernel.weight
-    return known and (weight is None or (weight.name in batch_only and flow.roles[weight.name] != "cat"))
+    return batch_only.get(kernel.target.name, False) and (weight is None or flow.roles[weight.name] != "cat")
 
 
 class _Kernel:
-    """A mean of negative log likelihoods, with its backward."""
+    """A mean of negative log likelihoods, with its backward.
 
-    def __init__(self, node: fx.Node) -> None:
+    Where the weights of classes are made in the step, the targets of every class are counted of the whole batch, and
+    weighed in the step.
+    """
+
+    def __init__(self, node: fx.Node, batch_only: Mapping[str, bool]) -> None:
         given: dict[str, Any] = dict(zip(argument_names(node), node.args, strict=False)) | dict(node.kwargs)
         self._node = node
         self.target: fx.Node = given["target"]
         self.weight: fx.Node | None = given.get("weight")
         self._ignored: int = given.get("ignore_index", -100)
+        self.is_weight_known = self.weight is None or self.weight.name in batch_only
 
     def insert_share(self, joint: JointGraph) -> fx.Node:
         """Compute the weight of the valid targets per sample before the kernel."""
@@ -339,12 +348,41 @@ class _Kernel:
             weight = insert(here, _aten.sum.default, insert(here, _aten.mul.Tensor, weights, valid), dtype=dtype)
         return insert(here, _aten.div.Tensor, weight, samples_before(here, joint))
 
+    def counted(self, share: fx.Node) -> fx.Node:
+        """Return what is to be counted of the whole batch: the share, or the valid targets of every class."""
+        if self.is_weight_known:
+            return share
+        assert self.weight is not None, "it is made in the step"
+        here, target, form = self._node, self.target, self.weight.meta["val"]
+        dtype = _precision(target.meta["val"].device)
+        valid = insert(here, _aten.ne.Scalar, target, self._ignored)
+        known = insert(here, _aten.reshape.default, insert(here, _aten.mul.Tensor, target, valid), [-1])
+        ones = insert(here, _aten._to_copy.default, insert(here, _aten.reshape.default, valid, [-1]), dtype=dtype)
+        zeros = insert(here, _aten.zeros.default, [*form.shape], dtype=dtype, device=form.device)
+        return insert(here, _aten.index_add.default, zeros, 0, known, ones)
+
+    def _whole(self, here: fx.Node, vector: fx.Node, number: int) -> fx.Node:
+        """Return the weight of the valid targets of the whole batch per sample."""
+        if self.is_weight_known:
+            return insert(here, _aten.select.int, vector, 0, number)
+        assert self.weight is not None, "it is made in the step"
+        counts = insert(here, _aten.slice.Tensor, vector, 0, number, number + _numbers(self.weight))
+        weight = insert(here, _aten.sum.default, insert(here, _aten.mul.Tensor, counts, self.weight))
+        return insert(here, _aten.div.Tensor, weight, insert(here, _aten.select.int, vector, 0, 0))
+
+    def say_role(self, roles: Mapping[str, Role]) -> None:
+        """Say of a mean whose weights are made in the step, and of samples, that numbers must tell what it is."""
+        if not self.is_weight_known and self.weight is not None and roles.get(self.weight.name, "same") != "same":
+            self._result().meta["role"] = "mixed"
+
+    def _result(self) -> fx.Node:
+        return next(user for user in self._node.users if takes_output(user) and user.args[1] == 0)
+
     def weigh(self, share: fx.Node, vector: fx.Node, number: int) -> None:
         """Multiply the result and the gradient that comes in by the share relative to that of the whole batch."""
         results = {user.args[1]: user for user in self._node.users if takes_output(user)}
         result = results[0]
-        whole = insert(result, _aten.select.int, vector, 0, number)
-        ratio = insert(result, _aten.div.Tensor, share, whole)
+        ratio = insert(result, _aten.div.Tensor, share, self._whole(result, vector, number))
         ratio = insert(result, _aten._to_copy.default, ratio, dtype=result.meta["val"].dtype)
         mean = insert(result, operator.getitem, self._node, 0)
         weighed = insert(result, _aten.mul.Tensor, mean, ratio)

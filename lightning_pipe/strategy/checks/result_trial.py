@@ -77,7 +77,7 @@ def _kept_buffers(captured: Captured) -> frozenset[str]:
 def is_of_norm(captured: Captured, buffer: str) -> bool:
     """Return whether a buffer is one of a batch norm."""
     owner = captured.request.module.get_submodule(buffer.rpartition(".")[0])
-    return isinstance(owner, nn.modules.batchnorm._NormBase)
+    return isinstance(owner, nn.modules.batchnorm._BatchNorm)
 
 
 def tried(captured: Captured, tensors: Sequence[torch.Tensor]) -> Tried:
