@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_type_hints
@@ -146,6 +146,14 @@ class DappleConfig:
             raise ConfigError(
                 f"found warmup={self.warmup!r} with schedule={self.schedule!r}; only '1f1b' has a warm-up. Remove it."
             )
+        if self.warmup is not None and (depths := self.warmup.count(",") + 1) > 1:
+            stages = None if self.replicas is None else len(self.replicas) * (self.stages_per_device or 1)
+            if depths != stages:
+                has = "no layout" if stages is None else f"a layout of {stages} stages"
+                raise ConfigError(
+                    f"found warmup={self.warmup!r}, a depth for each of {depths} stages, with {has}; expected as many "
+                    f"depths as stages, such as layout={'-'.join('1' * depths)!r}, or one depth for all stages."
+                )
         if self.schedule is not None and _is_file(self.schedule):
             decided = [name for name in ("layout", "stages_per_device") if getattr(self, name) is not None]
             if decided:
@@ -404,7 +412,7 @@ def _converted(name: str, value: Any) -> Any:
         return os.fspath(value)
     if name == "schedule" and isinstance(value, str):
         return schedule_name(value, SCHEDULES)
-    if name in _JOINED and isinstance(value, (list, tuple)):
+    if name in _JOINED and isinstance(value, Sequence) and not isinstance(value, str):
         return _JOINED[name].join(map(str, value))
     if isinstance(value, int) and not isinstance(value, bool):
         kind = _RULES[name].kind
@@ -422,7 +430,8 @@ def hydra_schema() -> type:
     """Return the structured config of the presets: the fields of `DappleConfig` and the class that they make."""
     hints = get_type_hints(DappleConfig)
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
-    hints |= {"memory_limit": Any, "shard_optimizer": Any}  # a mapping, and what YAML makes of on and off
+    lists = dict.fromkeys(_JOINED, Any)
+    hints |= {"memory_limit": Any, "shard_optimizer": Any, **lists}  # a mapping, and what YAML makes of on and off
     present = [(f.name, hints[f.name], f.default) for f in fields(DappleConfig)]
     old = [(name, hints[renamed.now] | None, None) for name, renamed in OLD_NAMES.items()]
     return make_dataclass("DappleOptions", [target, *present, *old])

@@ -204,6 +204,12 @@ def test_presets_compose_wherever_an_application_has_its_trainer(preset, applica
     assert config.own.group.microbatches == 6
 
 
+def test_lists_are_what_they_are_in_python(application):
+    overrides = ["+strategy=dapple", "trainer.strategy.layout=[2,1]", "trainer.strategy.warmup=[2,1]"]
+    config = hydra.utils.instantiate(composed(application, overrides).trainer.strategy).config
+    assert (config.layout, config.warmup) == ("2-1", "2,1")
+
+
 @pytest.mark.parametrize("override", ["microbatchs=4", "microbatches=four", "seed=[1]"])
 def test_hydra_refuses_what_is_no_option(override, application):
     with pytest.raises(ConfigCompositionException, match="strategy"):

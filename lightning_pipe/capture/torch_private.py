@@ -23,6 +23,8 @@
 * `is_functorch_wrapped_tensor`: tensors inside `torch.vmap` have no memory of their own.
 * `OptimizedModule`, `Module._compiled_call_impl`: what `torch.compile` leaves on a module, and what a call of a module
   does instead of `Module._call_impl` if it is there.
+* `OpOverload.py_kernels`, `_dispatch_cache`: what a tracer runs in the place of an operator; `decomposition_table`: of
+  which operations operators are made.
 * `_compiling_state_context`: `torch.compiler.is_compiling()` is true while tracing, as under torch.compile.
 * `torch._inductor.compile`: kernels for a graph of ATen operators; `tracing`, `TracingContext`: with the symbols that
   its cache on disk asks for.
@@ -75,6 +77,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._decomp import decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import OptimizedModule
 from torch._dynamo.source import ConstantSource
@@ -165,6 +168,7 @@ __all__ = [
     "result_names",
     "set_whether_overflowed",
     "swap_contents",
+    "symbolic_grids",
     "tag_nodes",
     "unguarded",
     "whether_overflowed",
@@ -201,6 +205,29 @@ def fused_recurrent_kernels() -> Iterator[None]:
         for op, kernels in saved:
             op.py_kernels.update(kernels)
             op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def symbolic_grids() -> Iterator[None]:
+    """Trace `affine_grid` as what it is made of: the derivative that torch has fixes the number of samples."""
+    op = torch.ops.aten.affine_grid_generator.default
+    saved = dict(op.py_kernels)
+    for key in _AUTOGRAD_KEYS:
+        op.py_kernels[key] = decomposition_table[op]
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels.clear()
+        op.py_kernels.update(saved)
+        op._dispatch_cache.clear()
+
+
+_AUTOGRAD_KEYS = [
+    key
+    for name, key in torch._C.DispatchKey.__members__.items()
+    if name in ("AutogradCPU", "AutogradCUDA", "AutogradMPS")
+]
 
 
 def tag_nodes(module: str, line: str) -> None:

@@ -295,7 +295,7 @@ def _refuse_hooks(module: pl.LightningModule) -> None:
             "those whose sub-modules are on several ranks. Register it on the sub-modules that you want to see."
         )
     for step in _STEPS:
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        if callable(own := getattr(module, step)) and is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
             raise UnsupportedError(
                 f"{name}.{step} takes `dataloader_iter`; a batch has to be known before it can be cut into "
                 f"micro-batches. Write {step}(self, batch, batch_idx)."

@@ -29,6 +29,27 @@ class _Loss(nn.Module):
         return self.inner(x).square().mean()
 
 
+def test_grids_are_traced_as_what_they_are_made_of() -> None:
+    """Torch's derivative of `affine_grid` fixes the number of samples."""
+    operator, theta = torch.ops.aten.affine_grid_generator.default, torch.randn(3, 2, 3, dtype=torch.float64)
+    kernels = dict(operator.py_kernels)
+
+    def made(theta: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.affine_grid(theta, [theta.shape[0], 1, 4, 5], align_corners=False)
+
+    def gradient(theta: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(made(theta).square().sum(), theta)[0]
+
+    theta.requires_grad_()
+    expected = gradient(theta)
+    with private.symbolic_grids():
+        graph = make_fx(gradient, tracing_mode="symbolic")(theta)
+    assert operator.py_kernels == kernels
+    assert "affine_grid" not in graph.code
+    torch.testing.assert_close(graph(theta), expected)
+    torch.testing.assert_close(graph(theta[:2].detach().requires_grad_()), expected[:2])
+
+
 def test_the_joint_graph_describes_its_inputs_and_outputs():
     graph = _joint(_Loss(), torch.randn(5, 3)).graph
     inputs = [type(n.meta["desc"]) for n in graph.nodes if n.op == "placeholder"]

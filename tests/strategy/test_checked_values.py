@@ -10,11 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer, on_host
+from strategy.small import Small, assert_as_on_one_device, loader, run
 
 pytestmark = on_host("what fails on a GPU ends all use of it by its process")
 
@@ -89,6 +91,47 @@ def losses(check: Check, options: dict[str, Any] | None) -> list[float]:
 def test_a_check_that_fails_in_a_later_batch_does_what_it_does_on_one_device(check: Check) -> None:
     """A graph of `one_hot` made rows of zeros of labels that one device refuses."""
     assert losses(check, {}) == pytest.approx(losses(check, None), rel=ROUNDING)
+
+
+class Decomposing(Small):
+    """Decompose matrices made of samples, of parameters and of nothing but numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8).double(), orthogonal_map="cayley")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        h = self.turned(torch.tanh(self.first(batch[0])))
+        positive = h[:, :, None] * h[:, None, :] + torch.eye(8, dtype=h.dtype)
+        found = torch.linalg.solve(positive, h[:, :, None]).squeeze(-1) + torch.linalg.inv(positive).sum(1)
+        found = found + torch.linalg.cholesky(positive, upper=True).sum(1) + positive.inverse().sum(2)
+        spread = torch.eye(4, dtype=h.dtype) + 0.1 * torch.diag_embed(h[:, :4].square())
+        likely = torch.distributions.MultivariateNormal(h[:, :4], covariance_matrix=spread).log_prob(batch[0])
+        return F.cross_entropy(self.last(found), batch[1]) - likely.mean()
+
+
+class Singular(Small):
+    """The third batch has a matrix without an inverse."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = batch[1].double() - 1 if batch_idx == 2 else torch.ones(len(batch[1]), dtype=torch.float64)
+        inverse = torch.linalg.inv(torch.eye(3, dtype=torch.float64) * scale[:, None, None])
+        return F.cross_entropy((self(batch[0])[:, None] @ inverse).squeeze(1), batch[1])
+
+
+def decomposed(_: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit; a worker function."""
+    return run(Decomposing, options)
+
+
+def test_decompositions_that_check_their_matrices_are_part_of_a_graph() -> None:
+    assert_as_on_one_device(decomposed, "", {"layout": "1-1", "microbatches": 2, "capture": "joint"})
+
+
+def test_a_matrix_without_an_inverse_is_what_it_is_on_one_device() -> None:
+    trainer = make_trainer(dapple(layout="1", microbatches=2), max_epochs=1)
+    with pytest.raises(torch.linalg.LinAlgError, match="inversion could not be completed"):
+        trainer.fit(Singular(), loader())
 
 
 class Catching(pl.LightningModule):

@@ -239,6 +239,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.fx_traceback.preserve_node_meta(),
         private.compiling_state(),
         private.fused_recurrent_kernels(),
+        private.symbolic_grids(),
         private.quick_symbols(),
         private.parameters_in_new_lists(),
         private.numbered_checkpoints(),

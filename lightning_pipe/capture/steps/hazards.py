@@ -142,6 +142,11 @@ _REQUIRED: dict[Any, Callable[..., torch.Tensor | None]] = {
     torch.nn.functional.one_hot: _classes_hold,
     assert_async: lambda tensor, *_: tensor,
 }
+_TELLING: dict[Any, Callable[..., Any]] = {  # decompositions that raise -> what tells instead whether they would
+    **dict.fromkeys((torch.linalg.inv, torch.inverse, torch.Tensor.inverse), torch.linalg.inv_ex),
+    torch.linalg.solve: torch.linalg.solve_ex,
+    torch.linalg.cholesky: torch.linalg.cholesky_ex,
+}
 _OF_NUMBER = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _READS: dict[Any, str] = {
     torch.Tensor.__float__: "float()",
@@ -194,6 +199,8 @@ class Observer(TorchFunctionMode):
             return unknown_text()
         if func in _REQUIRED and has_no_data(args[0]):
             self._require(_REQUIRED[func](*args, **kwargs), RuntimeError(f"{func.__name__} refuses such values"), line)
+        if func in _TELLING and has_no_data(args[0]):
+            return self._decomposed(_TELLING[func], args, kwargs, line)
         if func is assert_now:
             return self._require(args[0], AssertionError(*args[1:]), line)
         if func in _READS and has_no_data(args[0]):
@@ -232,6 +239,15 @@ class Observer(TorchFunctionMode):
                         raise hazard("it writes to a tensor that is no buffer of the module", line, self.module_path())
                     self.constants.setdefault(id(tensor), (tensor, line))
 
+    def _decomposed(self, func: Any, args: Any, kwargs: Any, line: str) -> torch.Tensor:
+        """Return the result of a decomposition, which a matrix must have."""
+        tag_nodes(self.module_path(), line)
+        result, fault = func(*args, **kwargs)
+        says = f"{func.__name__.removesuffix('_ex')} has no result for a matrix"
+        self._require((fault == 0).all(), torch.linalg.LinAlgError(says), line)  # type: ignore[attr-defined]
+        found: torch.Tensor = result
+        return found
+
     def _require(self, holds: torch.Tensor | None, error: Exception, line: str) -> None:
         """Ask for what an operation checks of the values that it gets, which a graph would not; raise as it does."""
         if holds is not None and not self._ask(holds, line):
@@ -269,7 +285,7 @@ class Answerer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call; remember what it says if it is a question."""
         result = func(*args, **(kwargs or {}))
-        if func in _REQUIRED and _REQUIRED[func](*args, **(kwargs or {})) is not None:
+        if func in _TELLING or (func in _REQUIRED and _REQUIRED[func](*args, **(kwargs or {})) is not None):
             self.answers.append(True)  # else it had raised
         asks = func in _TRUTH or func in _CLOSE or (func is torch.Tensor.item and isinstance(result, bool))
         if asks or (func in _EQUAL and args[0].shape == args[1].shape):

@@ -122,6 +122,8 @@ def warmup_depths(warmup: int | str, layout: Layout) -> tuple[int, ...]:
             return _checked_depths((warmup,) * count, warmup, count)
         case str():
             return _checked_depths(_read_depths(warmup, count), warmup, count)
+        case _:  # of a file, or of the command line
+            raise ConfigError(f"schedule '1f1b': found warmup {warmup!r}; expected {WARMUPS}")
 
 
 def _read_depths(text: str, count: int) -> tuple[int, ...]:
