@@ -310,6 +310,20 @@ def test_whether_samples_meet_in_an_operation_of_several_results_depends_on_wher
     assert capture.mixes_samples == expected
 
 
+def test_a_grid_of_every_sample_fixes_no_number_of_samples():
+    """The derivative that torch has of it did."""
+
+    def step(self, batch):
+        h = self.one(batch["x"])
+        turned = torch.stack([h[:, :3], h[:, 3:6]], 1)
+        images = h.view(-1, 1, 4, 4)
+        moved = F.grid_sample(images, F.affine_grid(turned, images.shape, align_corners=False), align_corners=False)
+        return moved.square().sum() / len(h)
+
+    capture = capture_step(request(step))
+    assert capture.loss_role == "mean" and not capture.misfit(7)
+
+
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no operation that checks, in a graph")
 def test_an_operation_that_does_more_than_compute_is_no_part_of_a_graph():
     def step(self, batch):
