@@ -71,6 +71,7 @@ class Pipeline:
         self._maker = PlanMaker(self._preparation, stopwatch=stopwatch)
         self._cuts, self._known = self._preparation.cuts, self._preparation.known
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
+        self._last: tuple[RankStep | None, StepRequest | None] = (None, None)  # of those that may skip a batch
         self.runner = Runner(
             setup.links,
             weights=setup.weights,
@@ -167,6 +168,8 @@ class Pipeline:
         if call.method == TRAINING:
             if ran.is_skipped and before is not None:
                 before.restore()
+            elif before is not None:
+                self._last = step, call
             self.runner.note_trained(synchronised=turn.synchronise)
             self._batches += 1
         return ran
@@ -223,15 +226,19 @@ class Pipeline:
         if skipping is None:
             skipping = self._preparation.skipping(call, samples, answers)
         if call.method != TRAINING or skipping is None:
-            return self._replayed(call, samples, f"the answer to the question at {guard.line} has changed")
+            trained, by = self._last
+            traced = by if trained is step else None  # this batch may give no loss, by which nothing is found
+            return self._replayed(call, samples, f"the answer to the question at {guard.line} has changed", traced)
         return skipping, self._cuts.sizes(skipping.capture, samples)
 
     def _run(self, step: RankStep, sizes: tuple[int, ...], call: StepRequest, turn: RunOptions) -> StepResult:
         return self.runner.run(step, call, turn, sizes=sizes, cut=self._cuts.leaves_cut(call.structure))
 
-    def _replayed(self, call: StepRequest, samples: int, reason: str) -> tuple[RankStep, tuple[int, ...]]:
-        """Capture a step by replay, in the place of how it was captured before."""
-        step = self._preparation.replayed(call, samples, reason)
+    def _replayed(
+        self, call: StepRequest, samples: int, reason: str, traced: StepRequest | None = None
+    ) -> tuple[RankStep, tuple[int, ...]]:
+        """Capture a step by replay, in the place of how it was captured before; perhaps with another batch."""
+        step = self._preparation.replayed(call, samples, reason, traced=traced)
         return step, self._cuts.sizes(step.capture, samples)
 
     def _step(self, call: StepRequest, samples: int) -> tuple[RankStep, tuple[int, ...]]:

@@ -262,10 +262,17 @@ class Preparation:
         self.known.put(call, step, answers=answers)
         return step
 
-    def replayed(self, call: StepRequest, samples: int, reason: str) -> RankStep:
-        """Make a step ready to run by replay, in the place of how it was captured before."""
+    def replayed(self, call: StepRequest, samples: int, reason: str, *, traced: StepRequest | None = None) -> RankStep:
+        """Make a step ready to run by replay, in the place of how it was captured before.
+
+        Args:
+            call: the call.
+            samples: of its batch.
+            reason: why it is replayed.
+            traced: another call of the same kind, by which is found what the step does; None for this one.
+        """
         log.info("%s is replayed from now on: %s.", call.method, reason)
-        captured = self.capture(call, self.cuts.largest_slice(samples), reason=reason)
+        captured = self.capture(traced or call, self.cuts.largest_slice(samples), reason=reason)
         if call.method == TRAINING:
             self.warn_of_results(captured, samples)
         elif mixed := captured.capture.mixed_results():  # which a graph may have had right

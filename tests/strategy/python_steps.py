@@ -717,6 +717,17 @@ class SkippedWhereNotANumber(Net):
         return None if torch.isnan(loss) else loss
 
 
+class SkippedWhereNotANumberAndCounted(SkippedWhereNotANumber):
+    KEPT = ("skipped",)
+    skipped = 0
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if loss is None:
+            self.skipped += 1
+        return loss
+
+
 # ------------------------------------------------------------------------------------------------ left on the module
 
 

@@ -24,7 +24,7 @@ REFUSED_BY_JOINT = {
     *("CallbackMetrics", "ArrayInBatch"),  # arrays become tensors on their way to the step
     *("CollectsByValue", "CollectsTexts", "LogsByText"),
     *("FrozenByStep", "ReadsGradient", "ReadsMomentum"),
-    "SkippedWhereNotANumber",  # a question whose answer changes ends joint training where that happens
+    *("SkippedWhereNotANumber", "SkippedWhereNotANumberAndCounted"),  # another answer ends joint training there
 }
 
 
