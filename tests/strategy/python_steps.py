@@ -731,6 +731,32 @@ class SkippedWhereNotANumberAndCounted(SkippedWhereNotANumber):
 # ------------------------------------------------------------------------------------------------ left on the module
 
 
+class FillsByHooks(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {}
+        for name, module in self.named_children():
+            module.register_forward_hook(lambda module, given, out, name=name: self.seen.update({name: out}))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.error(batch)
+        self.log("zeros", sum((seen < 0).double().mean() for seen in self.seen.values()))
+        return loss + 0.1 * sum(seen.square().mean() for seen in self.seen.values()) / len(self.seen)
+
+
+class FilledByOthers(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {}
+
+    def on_train_epoch_end(self):
+        self.scales["epoch"] = 0.25 * self.current_epoch
+
+    def training_step(self, batch, batch_idx):
+        self.scales["half"] = 0.5
+        return self.scaled(batch, sum(self.scales.values()))
+
+
 class Collects(Net):
     KEPT = ("losses", "last", "by_index", "counts", "seen")
     seen: ClassVar[list[Any]] = []

@@ -118,7 +118,8 @@ def refusal(name: str, options: dict[str, Any]) -> str:
 
 def assert_named(text: str) -> None:
     assert re.search(
-        r"python_steps\.py:\d+|self\.\w+|training_step\.|optimizers\[0\]|training_step calls \w+ where", text
+        r"python_steps\.py:\d+|self\.\w+|training_step\.|optimizers\[0\]|(calls|uses what) \w+(, \w+)* (where|compute)",
+        text,
     ), f"names no line and no attribute: {text}"
 
 
@@ -151,6 +152,7 @@ def test_by_default_training_is_that_of_one_device_or_is_refused_by_name(name: s
 
 
 ON_TWO_RANKS = (
+    "FilledByOthers",
     "Cosine",
     "HyperParameter",
     "Collects",
@@ -171,7 +173,8 @@ def all_trained(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Tr
 @pytest.mark.parametrize("route", ["auto", pytest.param("replay", marks=pytest.mark.slow)])
 def test_every_rank_of_two_stages_has_what_one_device_has(route: str) -> None:
     options = {"layout": "1-1", "microbatches": 2, "capture": route}
-    for found in World(2).run(all_trained, ON_TWO_RANKS, options):
+    names = (*ON_TWO_RANKS, "FillsByHooks") if route == "auto" else ON_TWO_RANKS  # replay: it uses what stages compute
+    for found in World(2).run(all_trained, names, options):
         for name, one in found.items():
             assert_same(one, plain(name))
 

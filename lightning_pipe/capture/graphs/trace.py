@@ -222,6 +222,7 @@ def _guards(step: StepFunction, request: Request) -> PythonGuards:
         slots=step.reads.slots(),
         varying=request.varying,
         unread=step.state.unread,
+        filled=step.state.filled,
         constants=step.observers[-1].constants.values(),
     )
 

@@ -29,12 +29,14 @@ class PythonGuards:
         read: what the step read, as it was.
         constants: tensors from outside of the step, with version and the user's line.
         settings: of torch, by name.
+        filled: places of dicts, with the keys that the step sets before it looks at all of them.
     """
 
     numbers: NumberGuards
     read: Snapshot
     constants: tuple[tuple[torch.Tensor, int, str], ...]
     settings: dict[str, Any]
+    filled: tuple[tuple[Place, frozenset[Any]], ...] = ()
 
     def broken(self, situation: Situation) -> str:
         """Return what has changed, "" if nothing has."""
@@ -46,6 +48,10 @@ class PythonGuards:
         for name, now in settings().items():
             if now != self.settings[name]:
                 return f"torch's {name} was {self.settings[name]} and is {now} now"
+        for slot, keys in self.filled:
+            found = slot.read()
+            if not (isinstance(found, dict) and found.keys() <= keys):
+                return f"{slot.name} has entries that the step reads and does not set"
         return self.numbers.broken(situation)
 
     def varying(self) -> tuple[Place, ...]:
@@ -62,6 +68,7 @@ def guards_of(
     varying: Iterable[Place],
     unread: Iterable[Place],
     constants: Iterable[tuple[torch.Tensor, str]],
+    filled: Iterable[tuple[Place, frozenset[Any]]] = (),
 ) -> PythonGuards:
     """Guard what a step has read.
 
@@ -72,12 +79,13 @@ def guards_of(
         varying: places of tracked numbers.
         unread: places of lists and dicts of which the step has not read the content.
         constants: tensors from outside of the step, with the user's line.
+        filled: places of dicts, with the keys that the step sets before it looks at all of them.
     """
     varying, unread = tuple(varying), tuple(unread)
     left_out = {slot.place for slot in (*varying, *unread)}
     read = Snapshot((slot for slot in slots if slot.place not in left_out), tree=module, ignored=(*varying, *unread))
     versions = tuple((t, version_of(t), line) for t, line in constants if not t.is_inference())
-    return PythonGuards(numbers, read, versions, settings())
+    return PythonGuards(numbers, read, versions, settings(), tuple(filled))
 
 
 def settings() -> dict[str, Any]:

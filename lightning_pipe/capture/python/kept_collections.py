@@ -44,18 +44,27 @@ class KeptList(list[Any]):
         self.is_cleared = True
         list.clear(self)
 
+    def note_whole(self) -> None:
+        """Note that somebody looks at all of it."""
+        self.is_read |= not self.is_cleared
+
     def __radd__(self, other: list[Any]) -> list[Any]:
         return other + list(self)
 
 
 class KeptDict(Answers):
-    """A dict that notes whether somebody looks at what was in it before; entries of the step's own may be read."""
+    """A dict that notes whether somebody looks at what was in it before; entries of the step's own may be read.
+
+    Attributes:
+        filled: keys of entries of the step's own, when somebody looked at all: it must not have had others.
+    """
 
     def __init__(self, original: dict[Any, Any]) -> None:
         super().__init__(original)
         self.original = original
         self.is_read = self.is_cleared = False
         self.written: dict[Any, None] = {}
+        self.filled: frozenset[Any] | None = None
 
     @property
     def is_changed(self) -> bool:
@@ -95,6 +104,15 @@ class KeptDict(Answers):
         self.is_read |= not self.is_cleared and key not in self.written
         return dict.get(self, key, default)
 
+    def note_whole(self) -> None:
+        """Note that somebody looks at all of it."""
+        if self.is_cleared or self.is_read or not self.written:
+            self.is_read |= not self.is_cleared
+        elif all(key in self.written for key in self.original):
+            self.filled = frozenset(self.written) if self.filled is None else self.filled
+        else:
+            self.is_read = True
+
 
 def iter_plainly(collection: list[Any]) -> Iterator[Any]:
     """Iterate a list without its noticing."""
@@ -105,7 +123,7 @@ def _reading(cls: type, name: str) -> Any:
     original = getattr(cls, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.is_read |= not self.is_cleared
+        self.note_whole()
         return original(self, *args, **kwargs)
 
     return method

@@ -59,6 +59,12 @@ class StepState:
         """List the places of lists and dicts whose content nobody has looked at so far, in the backward neither."""
         return [slot for slot, collection in self._unread if not collection.is_read]
 
+    @property
+    def filled(self) -> list[tuple[Place, frozenset[Any]]]:
+        """List the places of dicts that were looked at when all their entries were of the step, with their keys."""
+        dicts = [(slot, one) for slot, one in self._unread if isinstance(one, KeptDict) and not one.is_read]
+        return [(slot, one.filled) for slot, one in dicts if one.filled is not None]
+
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Run the step inside; everything is put back at the end.
