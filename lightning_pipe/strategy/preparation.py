@@ -377,7 +377,7 @@ class Preparation:
         policies, missing = policies_for(
             plan, capture.graph, cuts, planned=self._planned.graph, may_offload=capture.may_offload
         )
-        if missing:
+        if missing and captured.request.method == TRAINING:  # others save nothing
             rank_zero_warn(
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
                 f"that the plan says. It keeps {missing}, and may need more memory."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_pipe.runtime.stage import Stage
 from parity.policies import mixed, plan_of, swapping_problem, tight
 from ranks.world import World
 from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer, on_host
+from strategy.small import Small, loader, run
 
 SHORT = {"max_steps": 3, "limit_val_batches": 1}
 PARTS = 4
@@ -170,3 +172,43 @@ def test_so_does_one_whose_ranks_run_ahead_and_take_steps_back(tmp_path: Path):
     for found, evicted in World(2).run(fit_counting, case):
         assert_same(found, expected, rtol=ROUNDING)
         assert evicted >= 6 * 3, "those of programs that were given up are evicted again"
+
+
+class Residual(Small):
+    """Blocks whose outputs the step adds up."""
+
+    validation = staticmethod(lambda: loader(6, 4, 2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        for block in self.blocks:
+            h = h + block(h)
+        return self.last(h)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch))
+
+
+def fit_residual(plan: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit by a plan; a worker function."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(Residual, None if options is None else {**options, "plan": plan})
+    assert not [1 for one in caught if "cannot recompute" in str(one.message)]
+    return found
+
+
+def test_a_replayed_step_recomputes_of_a_unit_what_the_step_itself_does_not_read(tmp_path):
+    """A unit by its path was refused where the step reads its output, and validation warned of."""
+    stages = (StagePlan("", (0,), recompute=("blocks.0",)), StagePlan("blocks.2", (1,)))
+    save_yaml(Plan(stages, 2, "1f1b", {"warmup": "pa"}), tmp_path / "plan.yaml")
+    losses, _, metrics, parameters = fit_residual("", None)
+    for found in World(2).run(fit_residual, str(tmp_path / "plan.yaml"), {"capture": "replay"}):
+        assert found[0] == pytest.approx(losses, rel=1e-9)
+        assert found[2] == pytest.approx(metrics, rel=1e-6)
+        torch.testing.assert_close(found[3], parameters, rtol=1e-9, atol=1e-9)

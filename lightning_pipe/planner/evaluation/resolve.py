@@ -127,10 +127,8 @@ def resolve_policies(plan: Plan, graph: Graph, works: Sequence[StageWork]) -> tu
 
 
 def _policy(places: _Places, plan: StagePlan) -> StagePolicy:
-    recomputed = places.resolve(plan.recompute, key="recompute")
+    recomputed = places.recomputable(plan.recompute)
     offloaded = places.resolve(plan.offload, key="offload")
-    if recomputed:
-        places.check_remakeable(recomputed)
     if both := recomputed & offloaded:
         raise PlanError(
             f"Stage {places.stage} is to recompute and to offload {places.listed(both)}; expected one of both. Remove "
@@ -210,15 +208,24 @@ class _Places:
         hint = f"Did you mean {', '.join(close)}?" if close else f"It saves {self.listed(self._work.saved)}."
         raise PlanError(f"{where}, which is no tensor, no node and no module of the graph. {hint}")
 
-    def check_remakeable(self, memories: frozenset[int]) -> None:
-        """Check that the backward can recompute all of these."""
-        remakeable = {c.memory for c in candidates(self._graph, self._work) if c.is_remakeable}
-        if memories - remakeable:
-            raise PlanError(
-                f"Stage {self.stage} cannot recompute {self.listed(memories - remakeable)}: it arrives from elsewhere, "
-                "or needs state that the step overwrites. Remove it from `recompute:`, or name the nodes of a module "
-                "one by one."
-            )
+    def recomputable(self, places: Sequence[str]) -> frozenset[int]:
+        """Return what the backward can recompute of places.
+
+        Raises:
+            PlanError: if that is nothing of one of them.
+        """
+        remakeable = {c.memory for c in candidates(self._graph, self._work) if c.is_remakeable} if places else set()
+        found = set[int]()
+        for place in places:
+            meant = self._meant(place, "recompute")
+            if meant.isdisjoint(remakeable):
+                raise PlanError(
+                    f"Stage {self.stage} cannot recompute {self.listed(meant)}: it arrives from elsewhere, is read by "
+                    f"what is not recomputed, or needs state that the step overwrites. Remove {place!r} from "
+                    "`recompute:`."
+                )
+            found |= meant & remakeable
+        return frozenset(found)
 
     def listed(self, memories: Iterable[int]) -> str:
         """Name some memories."""
