@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any, ClassVar
@@ -308,6 +309,22 @@ def test_whether_samples_meet_in_an_operation_of_several_results_depends_on_wher
     operation, expected = OF_SEVERAL_RESULTS[name]
     capture = capture_step(request(lambda self, batch: operation(self.one(batch["x"])).square().mean()))
     assert capture.mixes_samples == expected
+
+
+@pytest.mark.parametrize("is_advised", [False, True])
+def test_parameters_that_a_step_switches_off_are_named_and_the_advice_holds(is_advised):
+    def step(self, batch):
+        x = batch["x"]
+        if is_advised:
+            values = {name: p.detach() for name, p in self.one.named_parameters()}
+            return self.error(batch) + torch.func.functional_call(self.one, values, x).square().mean()
+        self.one.requires_grad_(False)
+        fixed = self.one(x).square().mean()
+        self.one.requires_grad_(True)
+        return self.error(batch) + fixed
+
+    with contextlib.nullcontext() if is_advised else pytest.raises(CaptureError, match="switches requires_grad of a"):
+        capture_step(request(step))
 
 
 def test_a_grid_of_every_sample_fixes_no_number_of_samples():

@@ -302,7 +302,16 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     first = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
     if data := depends_on_data(error):
         return hazard(data, line)
+    if _SWITCHES in first:
+        return CaptureError(
+            f"{request.method} switches requires_grad of a parameter{at(line)}, on which its graph would depend. Where "
+            "gradients must not reach a module, call it with other values of its parameters: "
+            "torch.func.functional_call(module, {name: p.detach() for name, p in module.named_parameters()}, inputs)."
+        )
     return StepError(f"{request.method} raises {kind}{at(line)}: {first}.", _parts(request))
+
+
+_SWITCHES = "change requires_grad flags of leaf variables"  # what torch says where one is switched off
 
 
 def _parts(request: Request) -> str:
