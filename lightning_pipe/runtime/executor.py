@@ -185,7 +185,7 @@ class Executor:
         yield from self._exchange.finish()
         self._offloads.finish()
         if not (program.training and program.synchronise):  # else before the step
-            yield from self._finish_state(replicas=program.training)
+            yield from self._finish_state(replicas=program.training or job.is_skipped)
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return ProgramResult(collected, recorder.timeline(), recorder.memory())
 

@@ -23,6 +23,7 @@ class BatchInput:
         seed: seed of the random numbers.
         step: number of the batch, part of the random numbers' key.
         batch_dim: dimension of the samples in the leaves.
+        is_skipped: whether this is a batch of the training whose program makes no gradients, but may change state.
     """
 
     leaves: tuple[Content | None, ...]
@@ -32,6 +33,7 @@ class BatchInput:
     seed: int = 0
     step: int = 0
     batch_dim: int = 0
+    is_skipped: bool = False
 
 
 @dataclass(frozen=True)

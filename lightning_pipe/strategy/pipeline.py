@@ -167,7 +167,7 @@ class Pipeline:
             ran = self._run(step, (samples,), call, turn)
         if call.method == TRAINING:
             if ran.is_skipped and before is not None:
-                before.restore()
+                before.restore_gradients()  # what the step has changed besides stays, as on one device
             elif before is not None:
                 self._last = step, call
             self.runner.note_trained(synchronised=turn.synchronise)

@@ -108,7 +108,7 @@ class Losses(pl.Callback):
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) if outputs else -1.0)  # of a batch that was skipped
 
 
 def dapple(**options: Any) -> DappleStrategy:

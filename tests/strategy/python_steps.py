@@ -744,6 +744,18 @@ class FillsByHooks(Net):
         return loss + 0.1 * sum(seen.square().mean() for seen in self.seen.values()) / len(self.seen)
 
 
+class ClearedAndFilled(FillsByHooks):
+    KEPT = ("names",)
+
+    def training_step(self, batch, batch_idx):
+        self.seen.clear()
+        loss = super().training_step(batch, batch_idx)
+        self.names = [*self.seen]
+        if batch_idx % 2:
+            self.seen.clear()
+        return loss
+
+
 class FilledByOthers(Net):
     def __init__(self) -> None:
         super().__init__()

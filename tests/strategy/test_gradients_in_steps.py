@@ -34,6 +34,7 @@ MEANS: dict[str, Mean] = {
     "divided": lambda o, y: o.square().sum() / len(o),
     "multiplied": lambda o, y: (o.square() * (1 / len(o))).sum(),
     "sum": lambda o, y: F.cross_entropy(o, y, reduction="sum"),
+    "times the number": lambda o, y: F.cross_entropy(o, y) * len(o),
 }
 
 
@@ -59,6 +60,9 @@ class Saliency(Small):
             found = {mean: gradient(self, batch, mean) for mean in MEANS}
         for mean, g in found.items():
             self.log(f"{mean}: largest", g.abs().amax(1).mean())
+        _, pulled = torch.func.vjp(lambda x: F.cross_entropy(self(x), batch[1]), batch[0])
+        found["pulled back"] = pulled(torch.ones((), dtype=batch[0].dtype))[0]
+        found["divided again"] = found["times the number"] / len(batch[0])
         attacked = self(batch[0] + 3 * found["cross entropy"].detach())
         self.log("attacked", F.cross_entropy(attacked, batch[1]))
         return {mean: g.detach() for mean, g in found.items()}

@@ -173,7 +173,9 @@ def all_trained(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Tr
 @pytest.mark.parametrize("route", ["auto", pytest.param("replay", marks=pytest.mark.slow)])
 def test_every_rank_of_two_stages_has_what_one_device_has(route: str) -> None:
     options = {"layout": "1-1", "microbatches": 2, "capture": route}
-    names = (*ON_TWO_RANKS, "FillsByHooks") if route == "auto" else ON_TWO_RANKS  # replay: it uses what stages compute
+    names = (
+        (*ON_TWO_RANKS, "FillsByHooks", "ClearedAndFilled") if route == "auto" else ON_TWO_RANKS
+    )  # replay: it uses what stages compute
     for found in World(2).run(all_trained, names, options):
         for name, one in found.items():
             assert_same(one, plain(name))

@@ -278,3 +278,60 @@ def test_state_that_micro_batches_read_or_make_otherwise_is_named(kind: type[Sma
         warnings.simplefilter("always")
         trainer.fit(kind(), loader())
     assert [1 for one in caught if f"changes {name}" in str(one.message) and "2 times per batch" in str(one.message)]
+
+
+class Skipping(Small):
+    """Some batches are skipped, and change state all the same."""
+
+    data = staticmethod(lambda: loader(22, 4))
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in (("count", ()), ("mean", (4,)), ("activation", (8,))):
+            self.register_buffer(name, torch.zeros(size, dtype=torch.float64))
+        self.scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = torch.tanh(self.first(batch[0]))
+        with torch.no_grad():
+            self.count += 1
+            self.mean.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
+            self.activation.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+        loss = F.cross_entropy(self.last(hidden), batch[1])
+        if self.is_skipped(batch, batch_idx, loss):
+            return None
+        return loss * self.scale
+
+    def is_skipped(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> Any:
+        return batch_idx in (1, 3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.scale = 1 / (1 + float(self.count))
+        self.noted += [one.clone() for one in (self.count, self.mean, self.activation)]
+
+
+class SkippingByValue(Skipping):
+    def is_skipped(self, batch: Any, batch_idx: int, loss: torch.Tensor) -> Any:
+        return bool(batch[0].sum() > 3)  # in the third and fourth batch
+
+
+def skipped(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit; a worker function."""
+    return run({"index": Skipping, "value": SkippingByValue}[name], options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": "1-1", "microbatches": 2},
+        {"layout": "2", "microbatches": 2},
+        {"layout": "2-1", "microbatches": 2},
+        {"layout": "1-1", "microbatches": 2, "capture": "replay"},
+        {"layout": "2", "capture": "replay"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["index", "value"])
+def test_a_batch_that_is_skipped_changes_state_on_every_rank(name: str, options: dict[str, Any]) -> None:
+    """It was put back, or became that of each replica."""
+    assert_as_on_one_device(skipped, name, options)

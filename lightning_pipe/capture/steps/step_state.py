@@ -95,6 +95,8 @@ class StepState:
             return
         if isinstance(collection, KeptList):
             self._keep(slot, "refill" if collection.is_cleared else "extend", collection.added)
+        elif collection.is_cleared:
+            self._keep(slot, "refill", dict(dict.items(collection)))
         elif collection.only_grew:
             self._keep(slot, "update", {key: dict.__getitem__(collection, key) for key in collection.written})
         else:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow, leading_to
+from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import MEAN_REDUCTION, proportional_to
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
 from lightning_pipe.capture.weighing.insert import insert
@@ -26,24 +26,34 @@ from lightning_pipe.capture.weighing.insert import insert
 _aten = torch.ops.aten
 
 
-def dividing_rows(joint: JointGraph, flow: Flow, *, but: set[str]) -> list[fx.Node]:
-    """List the operations that divide, or multiply, rows of samples by the number of samples.
+def dividing_rows(joint: JointGraph, flow: Flow, *, but: set[str]) -> dict[fx.Node, int]:
+    """Return the operations that divide rows of samples by a power of the number of samples, and the power.
+
+    They are marked as what makes rows of each sample by itself, so that what follows from them is seen, too.
 
     Args:
         joint: the graph.
         flow: what is known of its values.
         but: names of those that are counted of the whole batch anyway.
     """
+    found = dict[fx.Node, int]()
     if joint.symbol is None:
-        return []
+        return found
     trained = leading_to([joint.loss], joint) if joint.gradients else set[str]()
-    return [
+    nodes = [
         node
         for node in joint.module.graph.nodes
         if node.op == "call_function"
         and not (is_backward(node) or node.name in trained or node.name in but or node.meta.get("inserted"))
-        and _power(node, joint, flow)
     ]
+    while True:
+        new = {node: power for node in nodes if node not in found and (power := _power(node, joint, flow))}
+        if not new:
+            return found
+        found |= new
+        for node in new:
+            node.meta["of_each"] = True
+        flow = follow(joint)
 
 
 def _power(node: fx.Node, joint: JointGraph, flow: Flow) -> int:
@@ -60,18 +70,16 @@ def _power(node: fx.Node, joint: JointGraph, flow: Flow) -> int:
     return int(is_kernel and flow.roles.get(node.name) == "cat")
 
 
-def divide_by_batch(node: fx.Node, joint: JointGraph, flow: Flow, samples: Any, number: fx.Node) -> None:
+def divide_by_batch(node: fx.Node, power: int, samples: Any, number: fx.Node) -> None:
     """Let an operation of `dividing_rows` divide by the number of samples of the batch; its name stays.
 
     Args:
-        node: the operation.
-        joint, flow: the graph, and what is known of its values.
+        node, power: the operation, and the power.
         samples: their number in a slice.
         number: that of the whole batch.
     """
-    power = _power(node, joint, flow)
     of_slice = insert(node, _aten.add.Tensor, insert(node, _aten.zeros_like.default, number), samples)
     ratio = insert(node, _aten.div.Tensor, *((of_slice, number) if power > 0 else (number, of_slice)))
     rows = insert(node, node.target, *node.args, like=node, **cast("dict[str, Any]", node.kwargs))
-    rows.meta["of_each"] = node.meta["of_each"] = True
+    rows.meta["of_each"] = True
     node.target, node.args, node.kwargs = _aten.mul.Tensor, (rows, ratio), {}

@@ -80,9 +80,8 @@ def with_totals(joint: JointGraph, device: torch.device) -> JointGraph:
         made = follow(joint).roles
         for kernel in kernels:
             kernel.say_role(made)
-    for node in divided:
-        number = insert(node, _aten.select.int, vector, 0, 0)
-        divide_by_batch(node, joint, flow, samples_before(node, joint), number)
+    for node, power in divided.items():
+        divide_by_batch(node, power, samples_before(node, joint), insert(node, _aten.select.int, vector, 0, 0))
     _erase_unused(joint, batch_only)
     return replace(joint, leaves={**joint.leaves, vector.name: totals.leaf}, totals=totals)
 
@@ -372,16 +371,26 @@ class _Kernel:
 
     def say_role(self, roles: Mapping[str, Role]) -> None:
         """Say of a mean whose weights are made in the step, and of samples, that numbers must tell what it is."""
-        if not self.is_weight_known and self.weight is not None and roles.get(self.weight.name, "same") != "same":
+        if (
+            self._node.users
+            and not self.is_weight_known
+            and self.weight is not None
+            and roles.get(self.weight.name, "same") != "same"
+        ):
             self._result().meta["role"] = "mixed"
 
     def _result(self) -> fx.Node:
-        return next(user for user in self._node.users if takes_output(user) and user.args[1] == 0)
+        """Return the mean; a step that takes its gradient alone does not read it."""
+        takers = [user for user in self._node.users if takes_output(user)]
+        found = next((user for user in takers if user.args[1] == 0), None)
+        return insert(takers[0], operator.getitem, self._node, 0) if found is None else found
 
     def weigh(self, share: fx.Node, vector: fx.Node, number: int) -> None:
         """Multiply the result and the gradient that comes in by the share relative to that of the whole batch."""
+        if not self._node.users:
+            return
+        result = self._result()
         results = {user.args[1]: user for user in self._node.users if takes_output(user)}
-        result = results[0]
         ratio = insert(result, _aten.div.Tensor, share, self._whole(result, vector, number))
         ratio = insert(result, _aten._to_copy.default, ratio, dtype=result.meta["val"].dtype)
         mean = insert(result, operator.getitem, self._node, 0)

@@ -158,7 +158,7 @@ def keep_state(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
         case "refill":
             collection = slot.read()
             collection.clear()
-            (collection.update if isinstance(collection, set) else collection.extend)(value)
+            (collection.update if isinstance(collection, set | dict) else collection.extend)(value)
         case "update":
             slot.read().update(value)
         case "state":

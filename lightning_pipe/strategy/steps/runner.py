@@ -99,6 +99,7 @@ class Runner:
             seed=self.seed,
             step=turn.number,
             batch_dim=self._batch_dim,
+            is_skipped=call.method == TRAINING and not training,
         )
         peak = PeakMemory(self._device) if turn.measure_memory else None
         before = self._state_bytes() if turn.measure_memory else 0

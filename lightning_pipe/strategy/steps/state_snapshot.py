@@ -41,8 +41,12 @@ class StateSnapshot:
         """Put them back."""
         for name, is_trained in self._is_trained.items():
             self._weights.parameters[name].requires_grad_(is_trained)
+        self.restore_gradients()
         with torch.no_grad():
-            for name, gradient in self._gradients.items():
-                self._weights.parameters[name].grad = gradient
             for name, buffer in self._buffers.items():
                 self._weights.buffers[name].copy_(buffer)
+
+    def restore_gradients(self) -> None:
+        """Put gradients back."""
+        for name, gradient in self._gradients.items():
+            self._weights.parameters[name].grad = gradient
