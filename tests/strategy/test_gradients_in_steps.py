@@ -34,6 +34,11 @@ MEANS: dict[str, Mean] = {
     "divided": lambda o, y: o.square().sum() / len(o),
     "multiplied": lambda o, y: (o.square() * (1 / len(o))).sum(),
     "sum": lambda o, y: F.cross_entropy(o, y, reduction="sum"),
+    "of the first": lambda o, y: o[0, 1],
+    "of the last": lambda o, y: o[-1].sum(),
+    "by place": lambda o, y: (o[:, 0] * (torch.arange(len(o)) / len(o))).sum(),
+    "spread": lambda o, y: (o - o.mean()).abs().mean(),
+    "area": lambda o, y: torch.trapezoid(o[:, 0]),
     "times the number": lambda o, y: F.cross_entropy(o, y) * len(o),
 }
 
@@ -47,9 +52,10 @@ class Saliency(Small):
     """Say gradients with respect to inputs, in training as well as in validation."""
 
     validation = staticmethod(lambda: loader(10, 4, seed=2))
+    means: tuple[str, ...] = tuple(MEANS)
 
     def training_step(self, batch, batch_idx):
-        for mean in MEANS:
+        for mean in self.means:
             g = gradient(self, batch, mean).detach()
             self.log(f"{mean}: norm", g.norm(dim=1).mean())
             self.log(f"{mean}: sum", g.abs().sum())
@@ -57,7 +63,7 @@ class Saliency(Small):
 
     def validation_step(self, batch, batch_idx):
         with torch.enable_grad():
-            found = {mean: gradient(self, batch, mean) for mean in MEANS}
+            found = {mean: gradient(self, batch, mean) for mean in self.means}
         for mean, g in found.items():
             self.log(f"{mean}: largest", g.abs().amax(1).mean())
         _, pulled = torch.func.vjp(lambda x: F.cross_entropy(self(x), batch[1]), batch[0])
@@ -81,11 +87,17 @@ def test_rows_of_gradients_are_those_of_the_batch(options):
     assert_as_on_one_device(saliency, "", options)
 
 
+class Apart(Saliency):
+    """Gradients in which samples do not meet."""
+
+    means = tuple(mean for mean in MEANS if mean != "spread")
+
+
 def test_they_are_not_taken_for_what_micro_batches_change():
     trainer = make_trainer(dapple(layout="1", microbatches=2), max_epochs=1, inference_mode=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Saliency(), loader(), loader(10, 4, seed=2))
+        trainer.fit(Apart(), loader(), loader(10, 4, seed=2))
     assert not [str(one.message) for one in caught if "micro-batches" in str(one.message)]
 
 

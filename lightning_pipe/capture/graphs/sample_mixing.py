@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
 )
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
-from lightning_pipe.capture.torch_private import argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
@@ -75,7 +76,8 @@ def mixed_beside_loss(joint: JointGraph, flow: Flow) -> set[str]:
     for node in joint.module.graph.nodes:
         if is_backward(node):
             continue
-        own = node.name not in told and (meets_others(node, flow) or is_of_their_number(node, joint))
+        is_mixed = meets_others(node, flow) or is_of_their_number(node, joint) or is_placed(node, flow)
+        own = node.name not in told and is_mixed
         if own or any(n.name in found for n in node.all_input_nodes if not is_picked_by(n, node)):
             found.add(node.name)
     return found
@@ -113,6 +115,24 @@ def is_of_their_number(node: fx.Node, joint: JointGraph) -> bool:
     dims = dims_with_samples(value, joint)
     rows = (value.shape[dim].node.expr / joint.symbol for dim in dims)
     return (bool(dims) and Trait.COUNTS in traits(node)) or any(joint.symbol in one.free_symbols for one in rows)
+
+
+def is_placed(node: fx.Node, flow: Flow) -> bool:
+    """Return whether an operation sets samples by where they lie, as the derivative of `logits[0]` does."""
+    name, where = operator_name(node), flow.samples.get(node.name)
+    if where is None or name not in _PLACING:
+        return False
+    given = {**argument_defaults(node), **dict(zip(argument_names(node), node.args, strict=False)), **node.kwargs}
+    if "indices" in given:
+        indices: Any = given["indices"]
+        index = indices[where.dim] if where.dim < len(indices) else None
+        return isinstance(index, fx.Node) and flow.roles.get(index.name, "same") != "cat"
+    if given["dim"] % node.meta["val"].ndim != where.dim:
+        return False
+    return "start" not in given or bool(given["start"]) or (given["end"] is not None and given["end"] < sys.maxsize)
+
+
+_PLACING = "select_backward slice_backward select_scatter slice_scatter index_put index_put_ _unsafe_index_put".split()
 
 
 def is_picked_by(index: fx.Node, node: fx.Node) -> bool:

@@ -80,6 +80,12 @@ def divide_by_batch(node: fx.Node, power: int, samples: Any, number: fx.Node) ->
     """
     of_slice = insert(node, _aten.add.Tensor, insert(node, _aten.zeros_like.default, number), samples)
     ratio = insert(node, _aten.div.Tensor, *((of_slice, number) if power > 0 else (number, of_slice)))
+    of_slice.meta["of_slice"] = ratio.meta["of_slice"] = True
     rows = insert(node, node.target, *node.args, like=node, **cast("dict[str, Any]", node.kwargs))
     rows.meta["of_each"] = True
     node.target, node.args, node.kwargs = _aten.mul.Tensor, (rows, ratio), {}
+
+
+def is_of_slice(node: fx.Node) -> bool:
+    """Return whether a value is the number of samples of a slice, or their share of the batch."""
+    return bool(node.meta.get("of_slice"))

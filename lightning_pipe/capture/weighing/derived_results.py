@@ -24,12 +24,13 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_only_to, leading_to, size_function
-from lightning_pipe.capture.graphs.sample_mixing import is_of_their_number, is_picked_by, meets_others
+from lightning_pipe.capture.graphs.sample_mixing import is_of_their_number, is_picked_by, is_placed, meets_others
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import is_random, reads_size
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.weighing.batch_numbers import is_of_slice
 from lightning_pipe.capture.weighing.whole_batches import unlike_said
 from lightning_pipe.errors import CaptureError
 
@@ -236,6 +237,8 @@ class _Judge:
         value, role, own = node.meta.get("val"), self._flow.roles.get(node.name, "same"), self._same.get(node.name)
         if not isinstance(value, torch.Tensor) or value.is_complex() or node.name in self._bent:
             return False
+        if is_of_slice(node):
+            return False
         if own is None or not self._is_made_alike(own, node.name):
             return False
         if role == "cat":
@@ -246,7 +249,7 @@ class _Judge:
     def _may_be_between(self, node: fx.Node, *, rows: int) -> bool:
         """Return whether a value that is no source may be made once more."""
         has_samples = self._flow.roles.get(node.name, "same") == "cat" or isinstance(node.meta.get("val"), tuple | list)
-        return node.name in self._bent or (rows > 0 and has_samples)
+        return node.name in self._bent or is_of_slice(node) or (rows > 0 and has_samples)
 
 
 @dataclass(frozen=True)
@@ -284,7 +287,8 @@ def _bent(joint: JointGraph, flow: Flow) -> set[str]:
             continue
         sources = {source.name for source in node.all_input_nodes if not is_picked_by(source, node)}
         if role == "cat":
-            bends = meets_others(node, flow) or takes_size_as_number(node) or is_of_their_number(node, joint)
+            bends = meets_others(node, flow) or takes_size_as_number(node) or is_placed(node, flow)
+            bends |= is_of_their_number(node, joint)
         else:
             bends = role in ("mixed", "linear") or node.name in flow.assumed
         if not sources.isdisjoint(met) or (role == "cat" and bends):
