@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import Strategy
 
-from benchmarks.models import MODELS, loader
+from benchmarks.models import ALL, loader
 from lightning_pipe import DappleStrategy
 
 
@@ -36,9 +36,9 @@ def fit(
 ) -> None:
     """Fit a model of `benchmarks.models` for some steps, quietly; on all ranks of the process group together."""
     torch.manual_seed(0)
-    data = loader(MODELS[model], batch_size=batch_size, batches=steps)
+    data = loader(ALL[model], batch_size=batch_size, batches=steps)
     torch.manual_seed(0)
-    fit_module(MODELS[model].make(), data, strategy, callback=callback)
+    fit_module(ALL[model].make(), data, strategy, callback=callback)
 
 
 def fit_module(

@@ -113,6 +113,40 @@ class Seq2Seq(Trained):
         return F.cross_entropy(self.head(out).flatten(0, 1), wanted.flatten())
 
 
+class Written(Trained):
+    """Predict the next token by blocks of a Llama whose norms, rotations, attention and gates are written out."""
+
+    def __init__(self, *, vocabulary: int = 1000, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.scales = nn.Parameter(torch.ones(depth, 2, width))
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
+        self.gates = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.outs = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(depth))
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        text = batch[0]
+        x = self.tokens(text[:, :-1])
+        angles = torch.outer(torch.arange(x.shape[1], device=x.device), 1e-4 ** torch.linspace(0, 1, 16))
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        for scale, qkv, gate, out in zip(self.scales, self.qkv, self.gates, self.outs, strict=True):
+            q, k, v = qkv(_normed(x) * scale[0]).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+            scores = _turned(q, angles) @ _turned(k, angles).transpose(-2, -1) / 32**0.5
+            x = x + (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
+            up, by = gate(_normed(x) * scale[1]).chunk(2, -1)
+            x = x + out(up * by * by.sigmoid())
+        return F.cross_entropy(self.head(_normed(x)).flatten(0, 1), text[:, 1:].flatten())
+
+
+def _normed(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    one, two = x.chunk(2, -1)
+    return torch.cat((one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()), -1)
+
+
 @dataclass(frozen=True)
 class Model:
     """How a benchmark makes a module, and one batch of so many samples."""
@@ -126,6 +160,7 @@ MODELS = {
     "cnn": Model(CNN, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,)))),
     "seq2seq": Model(Seq2Seq, lambda n: (torch.randint(1000, (n, 48)), torch.randint(1000, (n, 49)))),
 }
+ALL = {**MODELS, "written": Model(Written, lambda n: (torch.randint(1000, (n, 65)),))}
 
 
 def loader(model: Model, *, batch_size: int, batches: int) -> DataLoader[Any]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction                     # GPT, CNN and encoder-decoder; 3 schedules x 3 micro-batches
     python -m benchmarks.prediction --models cnn --steps 9
-    python -m benchmarks.prediction --compile           # the same with compiled stages
+    python -m benchmarks.prediction --compile --models written      # with compiled stages, of a Llama written out
 
 Every case is an ordinary fit on two processes: the strategy profiles the module, probes the link, predicts, trains,
 records. Step time is that of the program (from its first load to the end of the last optimizer step), the median over
@@ -26,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.fits import fit
-from benchmarks.models import MODELS
+from benchmarks.models import ALL, MODELS
 from benchmarks.ranks import run_ranks
 from lightning_pipe import DappleStrategy
 
@@ -133,7 +133,7 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(ALL))
     parser.add_argument("--runs", type=int, default=5, help="fits per case, each with a profile of its own")
     parser.add_argument("--steps", type=int, default=3, help="recorded steps per fit")
     parser.add_argument("--compile", action="store_true", help="compile the stages")

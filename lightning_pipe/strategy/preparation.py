@@ -189,9 +189,10 @@ class Preparation:
         fixed = self.capture(call, whole, symbolic=False)
         if self.cuts.sizes(fixed.capture, samples):
             return fixed
+        why = [one.capture.misfit(whole) or one.capture.whole for one in (found, fixed)]
         raise BatchError(
             f"A batch of {samples} samples cannot be cut for this step and layout {layout.stages}: "
-            f"{found.capture.misfit(whole) or fixed.capture.misfit(whole)}. Use batches that replicas can share "
+            f"{next(filter(None, why), 'it holds for other numbers of samples')}. Use batches that replicas can share "
             "equally, or one rank per stage."
         )
 

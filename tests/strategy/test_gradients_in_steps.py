@@ -13,7 +13,11 @@ import torch.nn.functional as F
 from strategy.fits import dapple, make_trainer
 from strategy.small import Small, assert_as_on_one_device, loader, run
 
-LAYOUTS = [{"layout": "1-1", "microbatches": 3}, {"layout": "2", "microbatches": 2}, {"layout": "2"}]
+LAYOUTS = [
+    {"layout": "1-1", "microbatches": 3},
+    pytest.param({"layout": "2", "microbatches": 2}, marks=pytest.mark.slow),
+    pytest.param({"layout": "2"}, marks=pytest.mark.slow),
+]
 
 Mean = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MEANS: dict[str, Mean] = {

@@ -197,9 +197,10 @@ class UnitRecorder:
             if self._runs_whole() and not self._gave_nothing:
                 raise FewSamplesError(f"with the first {self._count(0)} of their samples, training_step returns None")
             raise CaptureError(
-                f"{type(self.request.module).__name__}.training_step returns None for the first batch, by which the "
-                "pipeline is planned, so that nothing tells what it computes. Let the first batch give a loss: leave "
-                "such batches out in the data set or the collate function, or put them later."
+                f"{type(self.request.module).__name__}.training_step returns None for the batch by which is found what "
+                "it computes: the first batch, or the first one for which it is replayed. Let that give a loss: leave "
+                "such batches out in the data set or the collate function, or put them later; a later one may be "
+                "skipped with capture='replay'."
             )
 
     def _repeatable(self, units: UnitCalls, kept: ModuleSnapshot) -> frozenset[int]:
