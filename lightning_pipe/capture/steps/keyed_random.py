@@ -2,8 +2,8 @@
 
 The key is (seed, step, micro-batch, first sample of the slice, number of the node among the graph's random nodes), so
 stages, schedule and recomputation do not change what is drawn, and the surrounding random stream stays as it was;
-replicas that share a micro-batch draw for their own samples. A
-step on a device may draw on the host, too (`torch.rand(()).item()`, indices), so there are two generators then.
+replicas that share a micro-batch draw for their own samples. A step on a device may draw on the host, too
+(`torch.rand(()).item()`, indices), so there are two generators then.
 
 `Randomness` is the state of all generators of a process, for those who go on with it elsewhere or give it back.
 """
