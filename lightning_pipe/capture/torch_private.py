@@ -68,7 +68,7 @@ import linecache
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -156,6 +156,7 @@ __all__ = [
     "is_traced",
     "keeping_version",
     "looks_for_overflow",
+    "named_arguments",
     "norms_of_each",
     "numbered_checkpoints",
     "operator_name",
@@ -187,47 +188,42 @@ def fused_recurrent_kernels() -> Iterator[None]:
     The decompositions drop the dropout between layers (torch 2.13). mkldnn's fused layer is switched off because it
     returns an undefined workspace outside autograd.
     """
-    saved: list[tuple[Any, dict[Any, Any]]] = []
-    for name in _RECURRENT:
-        packet, overload = name.split(".")
-        op = getattr(getattr(torch.ops.aten, packet), overload)
-        saved.append((op, dict(op.py_kernels)))
-        op.py_kernels.clear()
-        op._dispatch_cache.clear()
-    try:
+    names = (name.split(".") for name in _RECURRENT)
+    operators = [getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in names]
+    with _with_python_kernels({op: {} for op in operators}):
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
             yield
         finally:
             torch._C._set_mkldnn_enabled(enabled)
-    finally:
-        for op, kernels in saved:
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
 
 
 @contextlib.contextmanager
 def symbolic_grids() -> Iterator[None]:
     """Trace `affine_grid` as what it is made of: the derivative that torch has fixes the number of samples."""
-    op = torch.ops.aten.affine_grid_generator.default
-    saved = dict(op.py_kernels)
-    for key in _AUTOGRAD_KEYS:
-        op.py_kernels[key] = decomposition_table[op]
-    op._dispatch_cache.clear()
+    op, key = torch.ops.aten.affine_grid_generator.default, torch._C.DispatchKey
+    own = dict.fromkeys((key.AutogradCPU, key.AutogradCUDA, key.AutogradMPS), decomposition_table[op])
+    with _with_python_kernels({op: {**op.py_kernels, **own}}):
+        yield
+
+
+@contextlib.contextmanager
+def _with_python_kernels(changed: Mapping[Any, Mapping[Any, Any]]) -> Iterator[None]:
+    """Give operators these kernels in Python for a while, in the place of those that they have."""
+    before = {op: dict(op.py_kernels) for op in changed}
+
+    def give(kernels: Mapping[Any, Mapping[Any, Any]]) -> None:
+        for op, own in kernels.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(own)
+            op._dispatch_cache.clear()
+
+    give(changed)
     try:
         yield
     finally:
-        op.py_kernels.clear()
-        op.py_kernels.update(saved)
-        op._dispatch_cache.clear()
-
-
-_AUTOGRAD_KEYS = [
-    key
-    for name, key in torch._C.DispatchKey.__members__.items()
-    if name in ("AutogradCPU", "AutogradCUDA", "AutogradMPS")
-]
+        give(before)
 
 
 def tag_nodes(module: str, line: str) -> None:
@@ -351,6 +347,11 @@ def argument_defaults(node: torch.fx.Node) -> dict[str, Any]:
     if not isinstance(node.target, OpOverload):
         return {}
     return {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+
+
+def named_arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """Return the arguments of a node's operator by name, those that have their default value too."""
+    return {**argument_defaults(node), **dict(zip(argument_names(node), node.args, strict=False)), **node.kwargs}
 
 
 def aliased_input(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -21,7 +21,7 @@ from lightning_pipe.capture.graphs.sample_flow import (
 )
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import Trait, row_of, traits
-from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import argument_names, is_backward, named_arguments, operator_name
 
 
 def mixing_places(joint: JointGraph, flow: Flow) -> str:
@@ -122,7 +122,7 @@ def is_placed(node: fx.Node, flow: Flow) -> bool:
     name, where = operator_name(node), flow.samples.get(node.name)
     if where is None or name not in _PLACING:
         return False
-    given = {**argument_defaults(node), **dict(zip(argument_names(node), node.args, strict=False)), **node.kwargs}
+    given = named_arguments(node)
     if "indices" in given:
         indices: Any = given["indices"]
         index = indices[where.dim] if where.dim < len(indices) else None

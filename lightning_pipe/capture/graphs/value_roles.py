@@ -67,8 +67,6 @@ def reduced(operation: Any, node: fx.Node) -> Role:
         return "mixed" if takes_size_as_number(node) else "same"
     schema = argument_names(operation)
     if "reduction" in schema:
-        if is_total_weight(node):
-            return "sum"
         given = operation.args[schema.index("reduction") :]
         found: dict[int, Role] = {MEAN_REDUCTION: "mean", _SUM_REDUCTION: "sum"}
         return found.get(given[0] if given else MEAN_REDUCTION, "mixed")

@@ -20,7 +20,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import MEAN_REDUCTION, proportional_to
-from lightning_pipe.capture.torch_private import argument_defaults, argument_names, is_backward, operator_name
+from lightning_pipe.capture.torch_private import is_backward, named_arguments, operator_name
 from lightning_pipe.capture.weighing.insert import insert
 
 _aten = torch.ops.aten
@@ -65,7 +65,7 @@ def _power(node: fx.Node, joint: JointGraph, flow: Flow) -> int:
         by: Any = node.args[1]
         power = proportional_to(by, joint) if isinstance(by, fx.Node) else 0
         return power if name == "div" else -power
-    given = {**argument_defaults(node), **dict(zip(argument_names(node), node.args, strict=False)), **node.kwargs}
+    given = named_arguments(node)
     is_kernel = name.endswith("_backward") and given.get("reduction") == MEAN_REDUCTION
     return int(is_kernel and flow.roles.get(node.name) == "cat")
 

@@ -35,7 +35,7 @@ from lightning_pipe.capture.graphs.variants import Variants
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, reads_size, takes_output, traits
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
-from lightning_pipe.capture.torch_private import argument_names, is_backward
+from lightning_pipe.capture.torch_private import is_backward, named_arguments
 from lightning_pipe.capture.weighing.batch_numbers import divide_by_batch, dividing_rows
 from lightning_pipe.capture.weighing.insert import insert
 from lightning_pipe.errors import CaptureError
@@ -327,7 +327,7 @@ class _Kernel:
     """
 
     def __init__(self, node: fx.Node, batch_only: Mapping[str, bool]) -> None:
-        given: dict[str, Any] = dict(zip(argument_names(node), node.args, strict=False)) | dict(node.kwargs)
+        given = named_arguments(node)
         self._node = node
         self.target: fx.Node = given["target"]
         self.weight: fx.Node | None = given.get("weight")
@@ -336,26 +336,32 @@ class _Kernel:
 
     def insert_share(self, joint: JointGraph) -> fx.Node:
         """Compute the weight of the valid targets per sample before the kernel."""
-        here, target = self._node, self.target
-        dtype = _precision(target.meta["val"].device)
-        valid = insert(here, _aten.ne.Scalar, target, self._ignored)
+        here, dtype = self._node, _precision(self.target.meta["val"].device)
+        valid = self._valid()
         if self.weight is None:
             weight = insert(here, _aten.sum.default, valid, dtype=dtype)
         else:
-            known = insert(here, _aten.mul.Tensor, target, valid)  # class 0 where there is no target
-            weights = insert(here, _aten.take.default, self.weight, known)
+            weights = insert(here, _aten.take.default, self.weight, self._classes(valid))
             weight = insert(here, _aten.sum.default, insert(here, _aten.mul.Tensor, weights, valid), dtype=dtype)
         return insert(here, _aten.div.Tensor, weight, samples_before(here, joint))
+
+    def _valid(self) -> fx.Node:
+        """Compute which targets are valid."""
+        return insert(self._node, _aten.ne.Scalar, self.target, self._ignored)
+
+    def _classes(self, valid: fx.Node) -> fx.Node:
+        """Compute the targets, class 0 where there is none."""
+        return insert(self._node, _aten.mul.Tensor, self.target, valid)
 
     def counted(self, share: fx.Node) -> fx.Node:
         """Return what is to be counted of the whole batch: the share, or the valid targets of every class."""
         if self.is_weight_known:
             return share
         assert self.weight is not None, "it is made in the step"
-        here, target, form = self._node, self.target, self.weight.meta["val"]
-        dtype = _precision(target.meta["val"].device)
-        valid = insert(here, _aten.ne.Scalar, target, self._ignored)
-        known = insert(here, _aten.reshape.default, insert(here, _aten.mul.Tensor, target, valid), [-1])
+        here, form = self._node, self.weight.meta["val"]
+        dtype = _precision(form.device)
+        valid = self._valid()
+        known = insert(here, _aten.reshape.default, self._classes(valid), [-1])
         ones = insert(here, _aten._to_copy.default, insert(here, _aten.reshape.default, valid, [-1]), dtype=dtype)
         zeros = insert(here, _aten.zeros.default, [*form.shape], dtype=dtype, device=form.device)
         return insert(here, _aten.index_add.default, zeros, 0, known, ones)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 
@@ -25,7 +26,6 @@ from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.timed_run import Tools
 from lightning_pipe.profiler.timing.windows import WindowRun, Windows, choose_windows
 
-_HALVES: tuple[HalfKind, ...] = ("F", "I", "W")
 _LIBRARY = ("attention", "lstm", "gru", "rnn", "fft", "sort", "topk", "linalg")  # besides what has FLOPs counted
 _LONGEST_S = 4.0  # of a window: what takes longer is planned as it is uncompiled
 _MOST = 2.0  # a share: what takes longer compiled is left uncompiled by whoever notices
@@ -91,7 +91,7 @@ def measure_fusion(
     stages = CompiledStages(capture.split(every.bounds), device, trials=False)
     found = {}
     for window in windows:
-        done = [stages.compile(every.stage(window), kind, samples) for kind in _HALVES]
+        done = [stages.compile(every.stage(window), kind, samples) for kind in get_args(HalfKind)]
         runs = every.run(stages.split.stages, window, course, samples, tools, longest_s=_LONGEST_S) if any(done) else []
         for name, backward in zip(fusion_names(capture.graph, samples, window), (False, True), strict=True):
             if runs:
