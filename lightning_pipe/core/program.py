@@ -401,9 +401,24 @@ class Program:
     synchronise: bool = True
 
 
+Launches: TypeAlias = Literal["on host", "late", "early"]
+
+
 @dataclass(frozen=True)
 class VerifiedProgram(Program):
-    """A program that `schedule.verification.verify.verify` has proved; simulator and executor accept nothing else."""
+    """A program that `schedule.verification.verify.verify` has proved; simulator and executor accept nothing else.
+
+    Attributes:
+        launches: how the transport launches receives, for which the absence of deadlocks is proved:
+
+            "on host"   the host carries messages; a posted receive costs a buffer, and nothing waits for it but the
+                        compute that needs it (gloo, same host, local)
+            "late"      a launched receive runs on the device until its message comes (NCCL), so it is launched right
+                        before the compute that needs it, behind earlier receives of its channel
+            "early"     the same device, but receives are launched where they stand
+    """
+
+    launches: Launches = "on host"
 
 
 Options: TypeAlias = Mapping[str, int | str]

@@ -101,6 +101,8 @@ class Executor:
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
         self._checked: VerifiedProgram | None = None
+        self._transport = transport
+        self._begun: dict[int, VerifiedProgram] = {}  # by identity: a hash would look at every instruction
         self._parts: dict[tuple[int, tuple[int, ...]], Slice] = {}  # of the batch at hand
         self._milestones: list[Milestone] = []  # of that program
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
@@ -120,6 +122,7 @@ class Executor:
         milestones: MilestoneHandlers | None = None,
         before_waiting: Callable[[], None] | None = None,
         leave_sums: bool = False,
+        most_sends: int | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -133,6 +136,8 @@ class Executor:
             milestones: what to do at those of the program.
             before_waiting: called before this rank waits for anything, each time.
             leave_sums: whether `Step` may leave sums under way, for which `land` waits.
+            most_sends: how many sends of this rank may be under way at once (`simulator.in_flight`); None for any
+                number.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -147,6 +152,7 @@ class Executor:
                 at=watch.at,
                 milestones=milestones,
                 leave_sums=leave_sums,
+                most_sends=most_sends,
             )
             if before_waiting is None:
                 return drive(walk, wait=watch.wait)
@@ -167,13 +173,14 @@ class Executor:
         at: Callable[[Instruction], None] = lambda instruction: None,
         milestones: MilestoneHandlers | None = None,
         leave_sums: bool = False,
+        most_sends: int | None = None,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         milestones = milestones or {}
         self._check(program, milestones)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
-        self._begin(program, recorder)
+        self._begin(program, recorder, most_sends)
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
@@ -212,7 +219,7 @@ class Executor:
                     recorder.add(instruction, started)
                     recorder.note_memory()
                 case Send():
-                    self._exchange.send(instruction)
+                    yield from self._exchange.send(instruction)
                     recorder.add(instruction, started)
                     recorder.note_memory()
                 case Reduce():
@@ -236,11 +243,13 @@ class Executor:
                     assert_never(instruction)
         return True
 
-    def _begin(self, program: VerifiedProgram, recorder: Recorder) -> None:
+    def _begin(self, program: VerifiedProgram, recorder: Recorder, most_sends: int | None) -> None:
         """Forget what an earlier program has left."""
         self._slices.clear()
         self._parts.clear()
-        self._exchange.begin(program, recorder)
+        self._transport.begin(is_first=id(program) not in self._begun)
+        self._begun[id(program)] = program
+        self._exchange.begin(program, recorder, most_sends=most_sends)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
 
@@ -258,6 +267,11 @@ class Executor:
             )
         if program.layout != self.layout:
             raise ProgramError(f"The program is for {program.layout}, this executor for {self.layout}.")
+        if self._transport.launches not in ("on host", program.launches):
+            raise ProgramError(
+                f'Rank {self.rank} was given a program that is proved for launches "{program.launches}"; its transport '
+                f'launches receives "{self._transport.launches}". Give that to `verify`.'
+            )
         if program is not self._checked:
             line = program.ranks[self.rank]
             for work in line:

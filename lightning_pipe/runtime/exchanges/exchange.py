@@ -6,7 +6,7 @@ program. Where both stages are on one rank the values go into the mailbox direct
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,7 +28,7 @@ from lightning_pipe.runtime.exchanges.slicing import (
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
+from lightning_pipe.runtime.waiting import Done, Handle, Wait, Walk
 
 _WAYS: tuple[Pass, ...] = ("F", "B")
 
@@ -57,8 +57,8 @@ class Exchange:
         self._transport = transport
         self._device = device
         self._mailbox = Mailbox()
-        self._sends: list[tuple[Send, Handle]] = []
-        self._receives: list[tuple[Recv, Handle]] = []
+        self._sends: deque[tuple[Send, Handle]] = deque()
+        self._receives: dict[Recv, Handle] = {}  # that no compute has waited for
         self._program: Program | None = None
         self._sources = {
             (number, way): [(source, names) for (direction, source), names in found if direction == way]
@@ -67,9 +67,15 @@ class Exchange:
             for way in _WAYS
         }
 
-    def begin(self, program: Program, recorder: Recorder) -> None:
-        """Forget everything under way, and tell the stages what will be fetched from them."""
-        self._recorder = recorder
+    def begin(self, program: Program, recorder: Recorder, *, most_sends: int | None = None) -> None:
+        """Forget everything under way, and tell the stages what will be fetched from them.
+
+        Args:
+            program: the program.
+            recorder: of its instructions.
+            most_sends: how many sends may be under way at once; None for any number.
+        """
+        self._recorder, self._most_sends = recorder, most_sends
         self._posted: dict[Recv, Mark] = {}
         self._mailbox.clear()
         self._sends.clear()
@@ -96,18 +102,25 @@ class Exchange:
         """Return the samples of a micro-batch that this rank's replica of a stage computes."""
         return self._local[stage, microbatch]
 
-    def send(self, send: Send) -> None:
-        """Post a message from a stage of this rank."""
+    def send(self, send: Send) -> Walk[None]:
+        """Post a message from a stage of this rank, once few enough are under way."""
         message = send.message
         tensors = [
             packed(to_tensor(content, device=self._device), self._split.values[name])
             for name, content in self._parts(message).items()
         ]
-        self._post(send, tensors)
+        yield from self._post(send, tensors)
 
-    def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
+    def _post(self, send: Send, tensors: list[torch.Tensor]) -> Walk[None]:
         self._let_go()
+        while self._most_sends is not None and len(self._sends) >= self._most_sends:
+            yield from self._finish_send()
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
+
+    def _finish_send(self) -> Walk[None]:
+        """Wait for the oldest message under way: its memory is used again behind it."""
+        send, handle = self._sends.popleft()
+        yield Wait(handle, send)
 
     def receive(self, receive: Recv) -> None:
         """Post the receiving of a message for a stage of this rank."""
@@ -116,8 +129,7 @@ class Exchange:
         buffers, views = self._buffers(names, len(message.samples))
         handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
         self._posted[receive] = self._recorder.mark()
-        self._let_go()
-        self._receives.append((receive, handle))
+        self._receives[receive] = handle
         self._mailbox.put(PendingReceive(message, receive.peer, buffers, handle))
 
     def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
@@ -127,14 +139,13 @@ class Exchange:
         return buffers, [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
 
     def _let_go(self) -> None:
-        """Forget what has landed: its handles keep memory."""
-        self._sends = [(send, under_way) for send, under_way in self._sends if not under_way.landed()]
-        self._receives = [(receive, under_way) for receive, under_way in self._receives if not under_way.landed()]
+        """Forget sends that have landed: their handles keep memory."""
+        if any(handle.landed() for _, handle in self._sends):
+            self._sends = deque((send, handle) for send, handle in self._sends if not handle.landed())
 
     def collect(self, compute: Compute) -> Walk[None]:
         """Wait for the letters that a compute needs and give their contents to its stage."""
-        if self._sends or self._receives:
-            self._let_go()
+        self._let_go()
         if compute.kind == "W":
             return
         stage = self._stages[compute.stage]
@@ -149,6 +160,7 @@ class Exchange:
     def _arrive(self, letter: PendingReceive) -> Walk[None]:
         receive = Recv(letter.message, letter.sender)
         yield Wait(letter.handle, receive)
+        self._receives.pop(receive, None)
         if receive in self._posted:  # not what a stage of this rank has handed over
             self._recorder.add(receive, self._posted.pop(receive))
 
@@ -166,9 +178,8 @@ class Exchange:
 
     def finish_sends(self) -> Walk[None]:
         """Wait until every message posted has left."""
-        for send, handle in self._sends:
-            yield Wait(handle, send)
-        self._sends.clear()
+        while self._sends:
+            yield from self._finish_send()
 
     def give_up(self, rest: Sequence[Send | Recv]) -> Walk[None]:
         """Bring everything under way to rest: post the ends that are missing, with nothing in them, and wait for all.
@@ -180,7 +191,7 @@ class Exchange:
             match end:
                 case Send(message):
                     names = self._stages[message.source].program.sends[message.direction, message.target]
-                    self._post(end, self._buffers(names, len(message.samples))[1])
+                    yield from self._post(end, self._buffers(names, len(message.samples))[1])
                 case Recv():
                     self.receive(end)
         yield from self.finish_sends()
@@ -203,9 +214,10 @@ class Exchange:
             )
 
     def _finish_receives(self) -> Walk[None]:
-        for receive, handle in self._receives:
-            yield Wait(Landing(handle), receive)
+        for receive, handle in self._receives.items():
+            yield Wait(handle, receive)
         self._receives.clear()
+        yield Wait(self._transport.reached(), "what its device was told")
 
     def _expected_sends(self, program: Program, stage: int) -> Sends:
         messages = [

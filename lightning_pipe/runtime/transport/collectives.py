@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.errors import PipelineError
+from lightning_pipe.runtime.transport.device_works import AbortFlag, StreamWork
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle
 
@@ -41,42 +42,26 @@ class HostWork:
         return bool(self.work.is_completed())
 
 
-@dataclass(frozen=True)
-class StreamWork:
-    """Operations of a device's communicator (NCCL) and the tensors they use, which live as long as this handle."""
-
-    works: tuple[dist.Work, ...]
-    tensors: tuple[torch.Tensor, ...]
-
-    def wait(self, timeout_s: float) -> bool:
-        """Make the current stream wait, not the host."""
-        for work in self.works:
-            work.wait()
-        return True
-
-    def landed(self) -> bool:
-        """Return whether the device has finished the operations."""
-        return all(work.is_completed() for work in self.works)
-
-
 class Collectives:
     """Sums and broadcasts over groups of ranks.
 
     Args:
         backend: `gloo` or `nccl`.
         timeout_s: after which torch gives up an operation by itself.
+        aborted: of the transport; None where the host waits for operations.
     """
 
-    def __init__(self, backend: str, *, timeout_s: float) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, *, timeout_s: float, aborted: AbortFlag | None = None) -> None:
+        self._backend, self._aborted = backend, aborted
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Group, dist.ProcessGroup | None] = {}  # None: this rank is no member
 
-    def open(self, groups: Sequence[Group]) -> None:
-        """Create the groups that do not exist yet; on every rank with the same arguments."""
-        for group in groups:
-            if group not in self._groups:
-                self._groups[group] = self.new_group(group)
+    def open(self, groups: Sequence[Group]) -> list[Group]:
+        """Create the groups that do not exist yet, and return them; on every rank with the same arguments."""
+        missing = [group for group in dict.fromkeys(groups) if group not in self._groups]
+        for group in missing:
+            self._groups[group] = self.new_group(group)
+        return missing
 
     def new_group(self, group: Group) -> dist.ProcessGroup | None:
         """Create a process group of these ranks, on every rank; None on a rank that is no member."""
@@ -95,20 +80,15 @@ class Collectives:
         work = unrecorded(content, partial(dist.broadcast, content, source, group=self._of(group), async_op=True))
         return self._handle(work, content)
 
-    def abort(self) -> None:
-        """End what the device still does, so that whoever waits for it goes on."""
-        if self._backend == "nccl":
-            for group in self._mine():
-                group.abort()
-
     def close(self) -> None:
         """Destroy the groups."""
-        for group in self._mine():
+        for group in self.process_groups():
             dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _mine(self) -> list[dist.ProcessGroup]:
-        return [group for group in self._groups.values() if group is not None]
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of which this rank is a member; from any thread."""
+        return [group for group in [*self._groups.values()] if group is not None]
 
     def _of(self, group: Group) -> dist.ProcessGroup:
         found = self._groups.get(group)
@@ -118,7 +98,7 @@ class Collectives:
 
     def _handle(self, work: dist.Work | None, tensor: torch.Tensor) -> Handle:
         assert work is not None, "posted by a member"
-        return StreamWork((work,), (tensor,)) if self._backend == "nccl" else HostWork(work)
+        return HostWork(work) if self._aborted is None else StreamWork((work,), (tensor,), self._aborted)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,11 +27,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.core.program import Launches
 from lightning_pipe.runtime.transport.collectives import Collectives, as_bytes, irecv, isend
 from lightning_pipe.runtime.transport.host_sums import HostSums
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 from lightning_pipe.runtime.transport.same_host import SameHost
-from lightning_pipe.runtime.waiting import Handle
+from lightning_pipe.runtime.waiting import Done, Handle
 
 SMALL_BYTES = 32 * 2**10  # of a tensor that is copied rather than sent by itself
 _MOST_ASIDE = 64  # sends of little that nobody waits for: 2 MiB at most
@@ -48,6 +49,9 @@ class GlooTransport:
         ranks: number of ranks of the pipeline.
         timeout_s: after which torch gives up an operation by itself; longer than every deadline of ours.
     """
+
+    launches: Launches = "on host"
+    communicator_bytes = 0
 
     def __init__(self, *, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
@@ -70,6 +74,9 @@ class GlooTransport:
             if self.rank in channel and channel not in self._lines:
                 self._lines[channel] = _Line(channel)
         self._collectives.open(groups)
+
+    def begin(self, *, is_first: bool) -> None:
+        """Do nothing: nothing on a device waits for a message."""
 
     def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
         """Post the sending of tensors, staged on the host if they are on a device."""
@@ -121,6 +128,10 @@ class GlooTransport:
         if self._host_sums.broadcasts(tensor, group):
             return self._host_sums.broadcast(tensor, source=source, group=group)
         return self._collectives.broadcast(tensor, source=source, group=group)
+
+    def reached(self) -> Handle:
+        """Return what needs no waiting: the host has waited for whatever was waited for."""
+        return Done()
 
     def trim(self) -> None:
         """Empty the slots of messages between processes of this host."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_pipe.core.program import Launches
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 from lightning_pipe.runtime.waiting import Done, Handle
@@ -60,6 +61,9 @@ class Hub:
 class LocalTransport:
     """The transport of one rank of a hub."""
 
+    launches: Launches = "on host"
+    communicator_bytes = 0
+
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank = rank
         self._hub = hub
@@ -67,6 +71,9 @@ class LocalTransport:
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
         """Do nothing: a hub has all channels."""
+
+    def begin(self, *, is_first: bool) -> None:
+        """Do nothing."""
 
     def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
         """Leave the tensors at the hub."""
@@ -86,6 +93,10 @@ class LocalTransport:
     def broadcast(self, tensor: torch.Tensor, *, source: int, group: Group) -> Handle:
         """Come to the next meeting of the group and copy."""
         return _Collective(self._come(tensor, group), group, source=source)
+
+    def reached(self) -> Handle:
+        """Return what needs no waiting."""
+        return Done()
 
     def trim(self) -> None:
         """Do nothing: nothing is kept."""

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from lightning_pipe.core.program import Launches
 from lightning_pipe.runtime.waiting import Handle
 
 Channel = tuple[int, int]  # sender, receiver
@@ -20,12 +21,31 @@ Group = tuple[int, ...]  # ranks, ascending
 
 
 class Transport(Protocol):
-    """Carry tensors between the ranks of a pipeline."""
+    """Carry tensors between the ranks of a pipeline.
+
+    Attributes:
+        rank: this rank.
+        launches: how receives are launched; a program must be proved for that.
+    """
 
     rank: int
+    launches: Launches
+
+    @property
+    def communicator_bytes(self) -> int:
+        """Return the bytes of the device that a pair or a group of ranks takes once it is open; 0 on the host."""
+        ...
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
         """Create what is missing. Every rank calls it with the same arguments, and may wait for the others there."""
+        ...
+
+    def begin(self, *, is_first: bool) -> None:
+        """Begin a program; on all ranks that run it.
+
+        Args:
+            is_first: whether it runs for the first time, so that anything may be launched for the first time.
+        """
         ...
 
     def send(self, tensors: Sequence[torch.Tensor], *, peer: int) -> Handle:
@@ -51,12 +71,20 @@ class Transport(Protocol):
         """Post the copying of `tensor` from rank `source` into the `tensor` of every other member."""
         ...
 
+    def reached(self) -> Handle:
+        """Return the handle of all that was posted and waited for until now: on a device, that has really happened."""
+        ...
+
     def trim(self) -> None:
-        """Give up memory that is kept for messages to come. Nothing is under way."""
+        """Give up what is kept for messages to come: memory, and channels that `open` makes again where a program uses
+        them. Every rank calls it, with nothing under way.
+        """
         ...
 
     def abort(self) -> None:
-        """End every wait of this rank with an error, from any thread. Nothing can be sent afterwards."""
+        """End every wait of this rank with an error, from any thread. Nothing can be sent afterwards, and no handle of
+        what was under way says that it has landed.
+        """
         ...
 
     def close(self) -> None:

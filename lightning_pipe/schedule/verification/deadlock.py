@@ -10,20 +10,36 @@ The program is run without time under the weakest promises that a transport may 
     milestone    waits for nobody in this program, or for the end of the one before
     Step         blocks until every reduction that its rank posted is posted by all ranks that hold the bucket
 
-A program that ends here ends on every transport that keeps the order of a channel. The laws local to a rank and the
-order of channels must have been checked before.
+A program that ends here ends on every transport that keeps the order of a channel and whose host carries the messages.
+
+A device that carries messages itself (NCCL) promises less: a launched receive runs on the device until its message has
+come. Whatever makes the host wait for the device (the first launch of a kernel, cudaFree, pinned memory, Triton's
+tuning) then waits for that message. So there the law "launch" replaces what a compute waits for:
+
+    launch       Compute, Send, Reduce, own work, Step: may each block until every receive that its rank has launched
+                 has moved
+    Recv         "early": is launched where it stands, and is a launch itself
+                 "late": is launched by the compute that needs it, behind earlier receives of its channel
+
+Late receives keep this law whenever the program keeps the one above: a channel keeps its order, so a receive that is
+launched for a later one of its channel waits for a message that has been sent before. Sends are not waited for here:
+no order of receives tried frees all schedules then. That part is the transport's, which carries the first run of each
+program over the host (`runtime.transport.staged`).
+
+The laws local to a rank and the order of channels must have been checked before.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.milestones import Milestone, milestone_effects
-from lightning_pipe.core.program import AnyCompute, Instruction, Pass, Program, Recv, Reduce, Send, Step
+from lightning_pipe.core.program import AnyCompute, Instruction, Launches, Pass, Program, Recv, Reduce, Send, Step
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.rules import holders
 
@@ -31,20 +47,26 @@ Channel: TypeAlias = tuple[int, int]
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
 
 
-def check_progress(program: Program) -> None:
+def check_progress(program: Program, *, launches: Launches = "on host") -> None:
     """Run a program without time.
 
+    Args:
+        program: of which all other laws hold.
+        launches: how the transport launches receives.
+
     Raises:
-        ProgramError: naming the circle of ranks that wait for each other.
+        ProgramError: naming the circle of ranks that wait for each other, and the receive that is launched too early.
     """
-    run = _Run(program)
+    run = _Run(program) if launches == "on host" else _DeviceRun(program, is_early=launches == "early")
     stuck = run.to_the_end()
     if stuck:
-        raise ProgramError(f'law "deadlock": {_circle(program, stuck)}')
+        raise ProgramError(f'law "{run.law}": {_circle(program, stuck, run.remark)}')
 
 
 class _Run:
     """Positions of the ranks, messages sent so far, and who waits for what."""
+
+    law = "deadlock"
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -72,6 +94,10 @@ class _Run:
                 waits[rank] = (self._position[rank], awaited)
                 self._blocked[awaited].append(rank)
         return waits
+
+    def remark(self, rank: int) -> str:
+        """Return what else is to be said of what a stuck rank waits for."""
+        return ""
 
     def _advance(self, rank: int) -> int | None:
         """Run a rank until it ends or blocks; return the rank that it waits for."""
@@ -116,7 +142,69 @@ class _Run:
         return next((other for bucket, other in needed if bucket not in self._reduced[other]), None)
 
 
-def _circle(program: Program, stuck: dict[int, tuple[int, int]]) -> str:
+class _DeviceRun(_Run):
+    """The same where every launch may wait for all receives that its rank has launched.
+
+    Args:
+        program: to be run.
+        is_early: whether receives are launched where they stand.
+    """
+
+    law = "launch"
+
+    def __init__(self, program: Program, *, is_early: bool) -> None:
+        super().__init__(program)
+        self._is_early = is_early
+        self._waiting: dict[int, deque[_Launched]] = defaultdict(deque)  # by rank: launched receives
+        self._announced: dict[Channel, deque[_Launched]] = defaultdict(deque)
+
+    def remark(self, rank: int) -> str:
+        if not self._waiting[rank]:
+            return ""
+        launched = self._waiting[rank][0]
+        return f" to send {launched.receive.message}, whose receive is launched at position {launched.position}"
+
+    def _try(self, instruction: Instruction, rank: int) -> int | None:
+        if isinstance(instruction, Recv):
+            if self._is_early and (late := self._late_launched(rank)) is not None:
+                return late
+            channel = (instruction.peer, rank)
+            launched = _Launched(instruction, channel, self._received[channel], self._position[rank])
+            (self._waiting[rank] if self._is_early else self._announced[channel]).append(launched)
+        elif isinstance(instruction, AnyCompute) and not self._is_early:
+            self._launch(instruction, rank)
+        if not isinstance(instruction, Recv) and (late := self._late_launched(rank)) is not None:
+            return late
+        return super()._try(instruction, rank)
+
+    def _launch(self, compute: AnyCompute, rank: int) -> None:
+        """Launch the receives that a compute needs, and earlier ones of their channels."""
+        if (direction := compute.direction) is None:
+            return
+        uses = ((rank, compute.stage, direction, microbatch) for microbatch in compute.microbatches)
+        for channel, number in (arrival for use in uses for arrival in self._arrivals[use]):
+            announced = self._announced[channel]
+            while announced and announced[0].number <= number:
+                self._waiting[rank].append(announced.popleft())
+
+    def _late_launched(self, rank: int) -> int | None:
+        """Return the rank that has not sent what the oldest launched receive of this one waits for."""
+        waiting = self._waiting[rank]
+        while waiting and self._sent[waiting[0].channel] > waiting[0].number:
+            waiting.popleft()
+        return waiting[0].channel[0] if waiting else None
+
+
+class _Launched(NamedTuple):
+    """A receive, the number of its message in the channel, and its position on the rank."""
+
+    receive: Recv
+    channel: Channel
+    number: int
+    position: int
+
+
+def _circle(program: Program, stuck: dict[int, tuple[int, int]], remark: Callable[[int], str]) -> str:
     """Describe the circle reached from the lowest stuck rank."""
     rank, seen = min(stuck), list[int]()
     while rank not in seen:
@@ -124,7 +212,7 @@ def _circle(program: Program, stuck: dict[int, tuple[int, int]]) -> str:
         rank = stuck[rank][1]
     circle = seen[seen.index(rank) :]
     links = [
-        f"rank {r}, position {stuck[r][0]}, {program.ranks[r][stuck[r][0]]} waits for rank {stuck[r][1]}"
+        f"rank {r}, position {stuck[r][0]}, {program.ranks[r][stuck[r][0]]} waits for rank {stuck[r][1]}{remark(r)}"
         for r in circle
     ]
     return "; ".join(links)

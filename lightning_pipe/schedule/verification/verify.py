@@ -24,6 +24,7 @@ Laws (the name in the error text is the one in quotes):
         "rollback"    in no program: it is what follows one that was left
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
     "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
+    "launch"      the same where a device carries messages, and every launch may wait for all launched receives
 
 What the rank-local laws say of a rank depends on that rank's list only, so they are checked one rank at a time.
 """
@@ -45,6 +46,7 @@ from lightning_pipe.core.program import (
     Compute,
     ComputeKind,
     Instruction,
+    Launches,
     Program,
     Recv,
     Reduce,
@@ -60,8 +62,12 @@ from lightning_pipe.schedule.verification.well_formed import check_frame
 T = TypeVar("T")
 
 
-def verify(program: Program) -> VerifiedProgram:
+def verify(program: Program, *, launches: Launches = "on host") -> VerifiedProgram:
     """Prove a program.
+
+    Args:
+        program: to be proved.
+        launches: how the transport that will run it launches receives (`VerifiedProgram`).
 
     Returns:
         The same program as the type that simulator and executor accept.
@@ -76,9 +82,10 @@ def verify(program: Program) -> VerifiedProgram:
     _check_channels(program)
     _check_milestones(program)
     check_progress(program)
-    return VerifiedProgram(
-        program.ranks, program.sizes, program.layout, program.traffic, program.training, program.synchronise
-    )
+    if launches != "on host":
+        check_progress(program, launches=launches)
+    frame = (program.sizes, program.layout, program.traffic, program.training, program.synchronise)
+    return VerifiedProgram(program.ranks, *frame, launches)
 
 
 def _shared_buckets(program: Program) -> dict[int, frozenset[int]]:

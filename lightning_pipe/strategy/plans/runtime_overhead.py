@@ -67,7 +67,8 @@ def rehearse(links: Connections, device: torch.device) -> Rehearsed | None:
     split = chain_split(control.ranks, width=_WIDTH, work=work)
     sizes = (1,) * _MICROBATCHES
     order = one_f_one_b(layout, _MICROBATCHES)
-    program = verify(lower(order, layout=layout, sizes=sizes, traffic=split.traffic))
+    lowered = lower(order, layout=layout, sizes=sizes, traffic=split.traffic)
+    program = verify(lowered, launches=links.transport.launches)
     with links.watch.opening("the connections of a program"):
         connect(links.transport, [program])
     parameters = {f"w{s}": torch.zeros(1, dtype=_DTYPE, device=device) for s in range(control.ranks)}

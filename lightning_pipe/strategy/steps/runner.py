@@ -262,6 +262,7 @@ class Runner:
             before_waiting=turn.confirm,
             leave_sums=turn.leave_sums,
             milestones={Publish: at_once(collect), **self._rolling_back()},
+            most_sends=step.most_sends(program),
         )
         self._leaving = step if turn.leave_sums else None
         outcome = run()
