@@ -122,7 +122,7 @@ class Executor:
         milestones: MilestoneHandlers | None = None,
         before_waiting: Callable[[], None] | None = None,
         leave_sums: bool = False,
-        most_sends: int | None = None,
+        most_messages: int | None = None,
     ) -> ProgramResult:
         """Run this rank's part of a program while the other ranks run theirs.
 
@@ -136,8 +136,8 @@ class Executor:
             milestones: what to do at those of the program.
             before_waiting: called before this rank waits for anything, each time.
             leave_sums: whether `Step` may leave sums under way, for which `land` waits.
-            most_sends: how many sends of this rank may be under way at once (`simulator.in_flight`); None for any
-                number.
+            most_messages: how many messages of this rank may be under way beside a compute
+                (`simulator.in_flight`); None for any number.
 
         Raises:
             PipelineError: if an instruction of this rank fails, or, through `watch`, one of another rank.
@@ -152,7 +152,7 @@ class Executor:
                 at=watch.at,
                 milestones=milestones,
                 leave_sums=leave_sums,
-                most_sends=most_sends,
+                most_messages=most_messages,
             )
             if before_waiting is None:
                 return drive(walk, wait=watch.wait)
@@ -173,14 +173,14 @@ class Executor:
         at: Callable[[Instruction], None] = lambda instruction: None,
         milestones: MilestoneHandlers | None = None,
         leave_sums: bool = False,
-        most_sends: int | None = None,
+        most_messages: int | None = None,
     ) -> Walk[ProgramResult]:
         """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
         milestones = milestones or {}
         self._check(program, milestones)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
-        self._begin(program, recorder, most_sends)
+        self._begin(program, recorder, most_messages)
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
@@ -219,7 +219,7 @@ class Executor:
                     recorder.add(instruction, started)
                     recorder.note_memory()
                 case Send():
-                    yield from self._exchange.send(instruction)
+                    self._exchange.send(instruction)
                     recorder.add(instruction, started)
                     recorder.note_memory()
                 case Reduce():
@@ -243,13 +243,13 @@ class Executor:
                     assert_never(instruction)
         return True
 
-    def _begin(self, program: VerifiedProgram, recorder: Recorder, most_sends: int | None) -> None:
+    def _begin(self, program: VerifiedProgram, recorder: Recorder, most_messages: int | None) -> None:
         """Forget what an earlier program has left."""
         self._slices.clear()
         self._parts.clear()
         self._transport.begin(is_first=id(program) not in self._begun)
         self._begun[id(program)] = program
-        self._exchange.begin(program, recorder, most_sends=most_sends)
+        self._exchange.begin(program, recorder, most_messages=most_messages)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
 

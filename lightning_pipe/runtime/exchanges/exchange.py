@@ -67,15 +67,16 @@ class Exchange:
             for way in _WAYS
         }
 
-    def begin(self, program: Program, recorder: Recorder, *, most_sends: int | None = None) -> None:
+    def begin(self, program: Program, recorder: Recorder, *, most_messages: int | None = None) -> None:
         """Forget everything under way, and tell the stages what will be fetched from them.
 
         Args:
             program: the program.
             recorder: of its instructions.
-            most_sends: how many sends may be under way at once; None for any number.
+            most_messages: how many messages may be under way beside a compute, sends and receives together; None for
+                any number.
         """
-        self._recorder, self._most_sends = recorder, most_sends
+        self._recorder, self._most_messages = recorder, most_messages
         self._posted: dict[Recv, Mark] = {}
         self._mailbox.clear()
         self._sends.clear()
@@ -102,20 +103,23 @@ class Exchange:
         """Return the samples of a micro-batch that this rank's replica of a stage computes."""
         return self._local[stage, microbatch]
 
-    def send(self, send: Send) -> Walk[None]:
-        """Post a message from a stage of this rank, once few enough are under way."""
+    def send(self, send: Send) -> None:
+        """Post a message from a stage of this rank."""
         message = send.message
         tensors = [
             packed(to_tensor(content, device=self._device), self._split.values[name])
             for name, content in self._parts(message).items()
         ]
-        yield from self._post(send, tensors)
+        self._post(send, tensors)
 
-    def _post(self, send: Send, tensors: list[torch.Tensor]) -> Walk[None]:
-        self._let_go()
-        while self._most_sends is not None and len(self._sends) >= self._most_sends:
-            yield from self._finish_send()
+    def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
+
+    def _make_room(self) -> Walk[None]:
+        """Wait for the oldest sends while more messages are under way than may be beside a compute."""
+        most = self._most_messages
+        while most is not None and self._sends and len(self._sends) + len(self._receives) > most:
+            yield from self._finish_send()
 
     def _finish_send(self) -> Walk[None]:
         """Wait for the oldest message under way: its memory is used again behind it."""
@@ -146,8 +150,11 @@ class Exchange:
     def collect(self, compute: Compute) -> Walk[None]:
         """Wait for the letters that a compute needs and give their contents to its stage."""
         self._let_go()
-        if compute.kind == "W":
-            return
+        if compute.kind != "W":
+            yield from self._take(compute)
+        yield from self._make_room()
+
+    def _take(self, compute: Compute) -> Walk[None]:
         stage = self._stages[compute.stage]
         direction: Pass = "F" if compute.kind == "F" else "B"
         for source, names in self._sources[compute.stage, direction]:
@@ -191,7 +198,7 @@ class Exchange:
             match end:
                 case Send(message):
                     names = self._stages[message.source].program.sends[message.direction, message.target]
-                    yield from self._post(end, self._buffers(names, len(message.samples))[1])
+                    self._post(end, self._buffers(names, len(message.samples))[1])
                 case Recv():
                     self.receive(end)
         yield from self.finish_sends()

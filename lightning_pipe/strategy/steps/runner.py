@@ -262,7 +262,7 @@ class Runner:
             before_waiting=turn.confirm,
             leave_sums=turn.leave_sums,
             milestones={Publish: at_once(collect), **self._rolling_back()},
-            most_sends=step.most_sends(program),
+            most_messages=step.most_messages(program),
         )
         self._leaving = step if turn.leave_sums else None
         outcome = run()

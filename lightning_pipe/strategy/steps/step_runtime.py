@@ -38,7 +38,7 @@ from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.simulator.in_flight import sends_under_way
+from lightning_pipe.simulator.in_flight import messages_under_way
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.compilation import Compilation
@@ -113,7 +113,7 @@ class RankStep:
             sums=None if is_on_host else beside or transport,
         )
         self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
-        self._sends: dict[int, int] = {}  # most under way, by the identity of a program
+        self._most_messages: dict[int, int] = {}  # by the identity of a program
 
     def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
@@ -197,13 +197,13 @@ class RankStep:
             launches=self._links.transport.launches,
         )
 
-    def most_sends(self, program: VerifiedProgram) -> int | None:
-        """Return how many sends of this rank may be under way at once; None where the host sees them land."""
+    def most_messages(self, program: VerifiedProgram) -> int | None:
+        """Return how many messages may be under way beside a compute; None where the host sees them land."""
         if self._links.transport.launches == "on host":
             return None
-        if id(program) not in self._sends:
-            self._sends[id(program)] = sends_under_way(program)[self._links.control.rank]
-        return self._sends[id(program)]
+        if id(program) not in self._most_messages:
+            self._most_messages[id(program)] = messages_under_way(program)[self._links.control.rank]
+        return self._most_messages[id(program)]
 
     def keep_sums_once(self) -> None:
         """Forget gradients that are sums over ranks already, except on one rank of each sum: one that has kept it."""
