@@ -69,12 +69,14 @@ class Device:
         memory_bytes: memory that a rank may use.
         speed: how many times faster than the device that was profiled.
         rates: of what costs are counted by; None if they are not known.
+        overhead_bytes: measured memory beside that, which communicators, contexts and libraries take.
     """
 
     kind: str
     memory_bytes: int
     speed: float = 1.0
     rates: Rates | None = None
+    overhead_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class Cluster:
     hosts: tuple[Host, ...]
     links: tuple[PairLink, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Return the most that communicators, contexts and libraries take on a device."""
+        return max((device.overhead_bytes for host in self.hosts for device in host.devices), default=0)
 
     @property
     def ranks(self) -> int:

@@ -33,6 +33,7 @@ _BENCHMARK_S = 0.05
 _LEAST_RUNS = 5
 _MATRIX = {"cuda": 4096}  # rows of the matrices of the benchmark; large enough to fill a GPU, else
 _SMALL_MATRIX = 384
+_NEIGHBOURS, _GROUPS = 2, 3  # of a rank in a chain of stages
 _VECTOR = {"cuda": 2**26}  # elements; larger than the caches of a GPU, else
 _SMALL_VECTOR = 2**21
 
@@ -48,6 +49,7 @@ class DeviceFacts:
         memory_bytes: what of it ranks may use, all together.
         benchmark_s: seconds of the benchmark.
         swap: between its memory and that of its host, as measured.
+        overhead_bytes: what communicators, contexts and libraries of a rank take of the memory, as measured.
     """
 
     host: str
@@ -56,6 +58,7 @@ class DeviceFacts:
     memory_bytes: int
     benchmark_s: float
     swap: Link = NO_SWAP
+    overhead_bytes: int = 0
 
 
 def describe_device(device: torch.device, *, host: str, benchmark_s: float) -> DeviceFacts:
@@ -72,6 +75,21 @@ def describe_device(device: torch.device, *, host: str, benchmark_s: float) -> D
     free, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     return DeviceFacts(host, device_kind(device), str(properties.uuid), free + own, benchmark_s)
+
+
+def overhead_bytes(before: DeviceFacts, after: DeviceFacts, *, communicator_bytes: int, ranks: int) -> int:
+    """Return what a rank's memory holds beside what a plan counts, while programs run.
+
+    Args:
+        before: the device when the fit began.
+        after: the device once kernels and libraries are loaded, without communicators.
+        communicator_bytes: of one communicator.
+        ranks: of the pipeline; a rank of a chain has a pair in each direction to two neighbours, and its groups are
+            those of all ranks, of its replicas and of its gradients.
+    """
+    pairs, groups = 2 * min(ranks - 1, _NEIGHBOURS), _GROUPS
+    loaded = max(0, before.memory_bytes - after.memory_bytes)
+    return (loaded if communicator_bytes else 0) + (pairs + groups) * communicator_bytes
 
 
 def device_kind(device: torch.device) -> str:
@@ -166,7 +184,12 @@ def build_cluster(facts: Sequence[DeviceFacts], measured: LinkFacts) -> Cluster:
 def _devices(facts: Sequence[DeviceFacts]) -> list[Device]:
     sharers = Counter((fact.host, fact.memory) for fact in facts)
     return [
-        Device(fact.kind, fact.memory_bytes // sharers[fact.host, fact.memory], speed)
+        Device(
+            fact.kind,
+            max(0, fact.memory_bytes // sharers[fact.host, fact.memory] - fact.overhead_bytes),
+            speed,
+            overhead_bytes=fact.overhead_bytes,
+        )
         for fact, speed in zip(facts, _speeds(facts), strict=True)
     ]
 

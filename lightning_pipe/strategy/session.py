@@ -371,6 +371,7 @@ class Session:
         with self._hooks.taken_off():
             is_changed = first.change_plan(call, loading=self._feed.loading, steps=steps, change_s=change_s)
         if is_changed:
+            self._links.transport.trim()  # the programs of this plan open what they use
             for groups in self.groups:
                 groups.bring(stepped, control=self._links.control)
             self._follow_plan(call)

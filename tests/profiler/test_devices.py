@@ -10,7 +10,14 @@ import torch
 from lightning_pipe.core.cluster import NO_LINK, Cluster, Link, PairLink, Reduction
 from lightning_pipe.core.cluster_file import cluster_from_text, cluster_to_text
 from lightning_pipe.errors import ClusterError
-from lightning_pipe.profiler.devices import DeviceFacts, benchmark, build_cluster, describe_device, hosts_of
+from lightning_pipe.profiler.devices import (
+    DeviceFacts,
+    benchmark,
+    build_cluster,
+    describe_device,
+    hosts_of,
+    overhead_bytes,
+)
 from lightning_pipe.profiler.network.link_probe import LinkFacts, pairs_to_measure
 
 GPU = DeviceFacts("a", "V100", "", 16 * 2**30, 0.010)
@@ -125,3 +132,18 @@ def test_one_rank_is_a_cluster() -> None:
     assert 2**20 < facts.memory_bytes < 2**50
     assert str(torch.get_num_threads()) in facts.kind
     assert benchmark(torch.device("cpu")) > 0
+
+
+def test_communicators_and_libraries_are_taken_off_the_memory_of_plans() -> None:
+    before, after = facts_of("a")[0], replace(facts_of("a")[0], memory_bytes=15 * 2**30)
+    overhead = overhead_bytes(before, after, communicator_bytes=2**28, ranks=4)
+    assert overhead == 2**30 + (4 + 3) * 2**28  # two pairs with each of two neighbours, and three groups
+    facts = [replace(fact, overhead_bytes=overhead) for fact in facts_of("a", "a")]
+    cluster = build_cluster(facts, links_of(facts, TWO))
+    assert cluster.device(1).memory_bytes == 16 * 2**30 - overhead
+    assert cluster.overhead_bytes == overhead
+
+
+def test_nothing_is_taken_off_where_the_host_carries_messages() -> None:
+    before, after = facts_of("a")[0], replace(facts_of("a")[0], memory_bytes=15 * 2**30)
+    assert overhead_bytes(before, after, communicator_bytes=0, ranks=4) == 0

@@ -167,7 +167,7 @@ class FakeNccl:
         self.stream = outer
 
     def _called(self, member: FakeMember, call: str) -> FakeWork:
-        assert member.rank == self.rank
+        assert member.rank == self.rank and self.rank not in member.group.destroyed
         member.group.calls[self.rank].append(call)
         self.log[self.rank].append(call)
         self.on_call(member.group, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
@@ -17,7 +18,7 @@ from lightning_pipe.report.explain import alternatives_table
 from lightning_pipe.report.page import JudgedPlan, Page, Stack, thinned
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve
-from lightning_pipe.units import counted_noun, numbers_text
+from lightning_pipe.units import counted_noun, format_bytes, numbers_text
 
 _MOST_POINTS = 12_000  # of all memory curves of a page
 _MOST_CANDIDATES = 300
@@ -51,6 +52,8 @@ def page_of(
     tables = [("The plan", stages_table(best, problem)), ("Instead of it", alternatives_table(ways))]
     if comparison is not None:
         tables.append(("Predicted and measured", comparison_table(comparison)))
+    if problem.cluster.overhead_bytes:
+        tables.append(("Memory that no plan may use", _overhead_table(problem.cluster)))
     return Page(
         title=_title(best.plan, problem.samples),
         costs=_costs(problem, is_counted=is_counted),
@@ -74,6 +77,16 @@ def stages_table(judged: Judged, problem: Problem, **layout: int) -> str:
     joinable = judged.program.traffic.joinable if planned_join(judged.plan) > 1 else None
     graph = replace(problem.graph, samples=problem.samples)
     return plan_table(judged.plan, graph, seconds=seconds, joinable=joinable, **layout)
+
+
+def _overhead_table(cluster: Cluster) -> str:
+    """Return what communicators, contexts and libraries take on each rank, and what is left for plans."""
+    rows = (cluster.device(rank) for rank in range(cluster.ranks))
+    return "\n".join(
+        f"rank {rank:<4} {format_bytes(device.overhead_bytes):>10} communicators, contexts and libraries; "
+        f"{format_bytes(device.memory_bytes)} left for plans"
+        for rank, device in enumerate(rows)
+    )
 
 
 def _title(plan: Plan, samples: int) -> str:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_pipe.config import DappleConfig
+from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.cluster_file import save_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import microbatch_sizes
@@ -103,7 +104,7 @@ def introduce(planned: Planned, graph: Graph) -> None:
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
-    rank_zero_info("\n".join([table, "", _predicted(planned.judged[0]), *main_reasons(planned)]))
+    rank_zero_info("\n".join([table, "", _predicted(planned.judged[0], problem.cluster), *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
@@ -112,11 +113,13 @@ def introduce(planned: Planned, graph: Graph) -> None:
         )
 
 
-def _predicted(judged: Judged) -> str:
+def _predicted(judged: Judged, cluster: Cluster) -> str:
     """Return what is predicted of a plan in one line."""
+    overhead = cluster.overhead_bytes
+    beside = f", beside {format_bytes(overhead)} of communicators and libraries" if overhead else ""
     return (
         f"Predicted: {format_seconds(judged.step_s)} per step, bubble {format_share(judged.bubble)}, at most "
-        f"{format_bytes(max(judged.peak_bytes))} per device."
+        f"{format_bytes(max(judged.peak_bytes))} per device{beside}."
     )
 
 

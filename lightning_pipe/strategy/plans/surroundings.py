@@ -30,7 +30,7 @@ from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
 from lightning_pipe.errors import PlanError
 from lightning_pipe.profiler.cache import conditions, digest, write_among
-from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of
+from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, probe_links
 from lightning_pipe.profiler.optimizer import profile_optimizer
@@ -43,7 +43,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_FORMAT = 4  # raised when what is measured changes
+_FORMAT = 5  # raised when what is measured changes
 _LASTS_S = 24 * 3600.0
 _OF_NETWORK = ("GLOO_", "NCCL_", "MASTER_ADDR")  # variables of the environment that decide how ranks are connected
 
@@ -98,14 +98,23 @@ class SurroundingsProbe:
             )
         with torch.inference_mode(False):
             swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
-        facts = self._gathered(replace(mine, benchmark_s=benchmark(self._device), swap=swap), "the devices")
         links = probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=self._wait)
         runtime = rehearse(self._links, self._device)
+        mine = replace(mine, benchmark_s=benchmark(self._device), swap=swap, overhead_bytes=self._overhead_bytes(mine))
+        facts = self._gathered(mine, "the devices")
         step = profile_optimizer(optimizers[0], device=self._device) if optimizers else OptimizerProfile()
         found = None if runtime is None else Surroundings(tuple(facts), links, runtime, step)
         found = control.broadcast(found, source=0, what="what was measured of devices and links")
         assert found is not None, "rank 0 has heard the rehearsal"
         return found
+
+    def _overhead_bytes(self, before: DeviceFacts) -> int:
+        """Return what communicators and libraries of this rank take; no communicator is open then."""
+        transport = self._links.transport
+        transport.trim()
+        after = describe_device(self._device, host=before.host, benchmark_s=0.0)
+        size, ranks = transport.communicator_bytes, self._links.control.ranks
+        return overhead_bytes(before, after, communicator_bytes=size, ranks=ranks)
 
     def keep(self, found: Surroundings, optimizers: Sequence[Optimizer]) -> None:
         """Keep what was measured, on rank 0; a folder that cannot be written is said once and stops nothing."""
