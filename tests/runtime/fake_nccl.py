@@ -6,6 +6,7 @@ ends can be compared, and by rank, with whatever else a test notes there.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,7 @@ class FakeNccl:
         host_waits: by rank, how often the host has waited for the device.
         completes: what works say of their end.
         on_call: told of every operation.
+        handling: what the environment has said of torch's watchdog when groups were made.
     """
 
     def __init__(self) -> None:
@@ -115,6 +117,7 @@ class FakeNccl:
         self.host_waits: dict[int, int] = defaultdict(int)
         self.completes = True
         self.on_call: Callable[[FakeGroup, str], None] = lambda group, call: None
+        self.handling: set[str | None] = set()
         self.stream = FakeStream()
         self._created: dict[int, int] = defaultdict(int)
 
@@ -139,6 +142,7 @@ class FakeNccl:
         self._created[self.rank] += 1
         if number == len(self.groups):
             self.groups.append(FakeGroup(tuple(sorted(ranks))))
+        self.handling.add(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
         assert self.groups[number].ranks == tuple(sorted(ranks)), "ranks create groups in different orders"
         return FakeMember(self.groups[number], self.rank)
 

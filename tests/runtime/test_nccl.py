@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -142,6 +143,19 @@ def test_after_the_probe_exactly_the_groups_of_the_program_are_left(nccl: FakeNc
         assert sorted(nccl.left(rank)) == sorted(group for group in wanted if rank in group)
     on_each(nccl, transports, lambda transport: transport.close())
     assert all(nccl.left(rank) == [] for rank in range(3))
+
+
+def test_torch_does_not_end_the_process_for_an_error_that_the_guard_hears_of(
+    nccl: FakeNccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(name, raising=False)
+    (transport,) = transports_of(nccl, 1)
+    transport.open(channels=[(0, 1)], groups=[(0, 1)])
+    assert nccl.handling == {"0"} and name not in os.environ
+    monkeypatch.setenv(name, "1")  # what the user has set
+    transport.open(channels=[(1, 0)], groups=[])
+    assert nccl.handling == {"0", "1"} and os.environ[name] == "1"
 
 
 def test_what_a_communicator_takes_is_measured(nccl: FakeNccl) -> None:

@@ -11,8 +11,10 @@ A launched receive occupies the device until its message comes. `device_works` s
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median_high
 from typing import TypeVar
@@ -35,6 +37,8 @@ from lightning_pipe.runtime.waiting import Handle
 
 T = TypeVar("T", bound=tuple[int, ...])
 log = logging.getLogger(__name__)
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read by torch when it makes a group
 
 
 class NcclTransport:
@@ -70,10 +74,11 @@ class NcclTransport:
             RuntimeError: if the communicators are aborted meanwhile.
         """
         channels = [channel for channel in channels if channel not in self._pairs]
-        for channel in channels:
-            self._aborted.check()
-            self._pairs[channel] = self._collectives.new_group(channel)
-        groups = self._collectives.open(groups)
+        with _errors_left_to_us():
+            for channel in channels:
+                self._aborted.check()
+                self._pairs[channel] = self._collectives.new_group(channel)
+            groups = self._collectives.open(groups)
         for channel in in_rounds(channels):
             if self.rank in channel:
                 self._measured(partial(self._greet, channel))
@@ -191,6 +196,23 @@ def in_rounds(groups: Sequence[T]) -> list[T]:
             rounds.append(row := [])
         row.append(group)
     return [group for row in rounds for group in row]
+
+
+@contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """Keep torch's watchdog from ending the process for an error of the groups that are made now.
+
+    It would do so within a second of a peer's death, before anybody has heard which rank has failed and why. A rank's
+    guard hears of it, names it, and has the communicators aborted. What the user has set stays.
+    """
+    if _HANDLING in os.environ:
+        yield
+        return
+    os.environ[_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_HANDLING]
 
 
 def _members_only(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
