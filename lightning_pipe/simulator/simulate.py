@@ -5,7 +5,8 @@ Assumptions:
     rank       runs one compute at a time, in the order of its list; a compute starts when its receives have arrived;
                a joined W is one compute on the samples of all its micro-batches
     channel    (sender, receiver) moves one message at a time in order, from the moment that both ends have posted it;
-               moving does not slow computes down
+               moving does not slow computes down. So it is too where a device carries messages and the host launches
+               receives late, as long as the host is ahead of its device
     card       of a host, where cards are told of: one exchange (messages of one edge and micro-batch) after another, in
                the order in which their first messages start; an exchange waits until its cards have done the work
                that was there before it. So a card passes no more than it can, and an exchange that has it for itself

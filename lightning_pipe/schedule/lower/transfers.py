@@ -1,8 +1,11 @@
 """Transfers: sends right after the compute that makes them, receives one micro-batch ahead of their use.
 
 The messages from one rank to another form a channel that keeps their order: the k-th send meets the k-th receive. The
-computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so. Posting
-earlier costs a buffer and nothing else.
+computes fix the order of the sends; receives follow it, and are posted earlier where that is needed to do so.
+
+A receive's place in the list is where its buffer is there, so that the message may begin to move. What else posting
+costs is the transport's: nothing where the host carries messages. Where a device does (NCCL), the host launches the
+receive only when a compute needs it, and the device starts it behind this place (`runtime.transport.device_works`).
 """
 
 from __future__ import annotations
