@@ -14,7 +14,7 @@ import torch
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.runtime.exchanges.mailbox import Mailbox, PendingReceive
+from lightning_pipe.runtime.exchanges.mailbox import Letter, Mailbox, PendingReceive
 from lightning_pipe.runtime.exchanges.slicing import (
     Content,
     buffer_for,
@@ -25,10 +25,10 @@ from lightning_pipe.runtime.exchanges.slicing import (
     packed,
     to_tensor,
 )
-from lightning_pipe.runtime.record import Mark, Recorder
+from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Done, Handle, Wait, Walk
+from lightning_pipe.runtime.waiting import Handle, Wait, Walk
 
 _WAYS: tuple[Pass, ...] = ("F", "B")
 
@@ -58,7 +58,7 @@ class Exchange:
         self._device = device
         self._mailbox = Mailbox()
         self._sends: deque[tuple[Send, Handle]] = deque()
-        self._receives: dict[Recv, Handle] = {}  # that no compute has waited for
+        self._receiving = 0  # messages that no compute has waited for
         self._program: Program | None = None
         self._sources = {
             (number, way): [(source, names) for (direction, source), names in found if direction == way]
@@ -77,10 +77,9 @@ class Exchange:
                 any number.
         """
         self._recorder, self._most_messages = recorder, most_messages
-        self._posted: dict[Recv, Mark] = {}
         self._mailbox.clear()
         self._sends.clear()
-        self._receives.clear()
+        self._receiving = 0
         if program is not self._program:
             self._prepare(program)
         for number, stage in self._stages.items():
@@ -118,7 +117,7 @@ class Exchange:
     def _make_room(self) -> Walk[None]:
         """Wait for the oldest sends while more messages are under way than may be beside a compute."""
         most = self._most_messages
-        while most is not None and self._sends and len(self._sends) + len(self._receives) > most:
+        while most is not None and self._sends and len(self._sends) + self._receiving > most:
             yield from self._finish_send()
 
     def _finish_send(self) -> Walk[None]:
@@ -132,9 +131,8 @@ class Exchange:
         names = self._stages[message.target].program.receives[message.direction, message.source]
         buffers, views = self._buffers(names, len(message.samples))
         handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
-        self._posted[receive] = self._recorder.mark()
-        self._receives[receive] = handle
-        self._mailbox.put(PendingReceive(message, receive.peer, buffers, handle))
+        self._receiving += 1
+        self._mailbox.put(PendingReceive(message, buffers, receive, handle, self._recorder.mark()))
 
     def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Allocate what a message of these values fills, and return it with what travels of it."""
@@ -160,16 +158,12 @@ class Exchange:
         for source, names in self._sources[compute.stage, direction]:
             letters = self._mailbox.take((direction, source, compute.stage, compute.microbatch))
             for letter in letters:
-                yield from self._arrive(letter)
+                if isinstance(letter, PendingReceive):
+                    yield Wait(letter.handle, letter.receive)
+                    self._receiving -= 1
+                    self._recorder.add(letter.receive, letter.posted)
             if letters:
                 stage.receive(compute.microbatch, self._joined(names, letters, compute))
-
-    def _arrive(self, letter: PendingReceive) -> Walk[None]:
-        receive = Recv(letter.message, letter.sender)
-        yield Wait(letter.handle, receive)
-        self._receives.pop(receive, None)
-        if receive in self._posted:  # not what a stage of this rank has handed over
-            self._recorder.add(receive, self._posted.pop(receive))
 
     def hand_over(self, compute: Compute) -> None:
         """Put what a compute produced for stages on this rank into the mailbox."""
@@ -181,7 +175,7 @@ class Exchange:
                 tensors = [
                     compact(to_tensor(content, device=self._device)) for content in self._parts(message).values()
                 ]
-                self._mailbox.put(PendingReceive(message, self._transport.rank, tuple(tensors), Done()))
+                self._mailbox.put(Letter(message, tuple(tensors)))
 
     def finish_sends(self) -> Walk[None]:
         """Wait until every message posted has left."""
@@ -212,7 +206,8 @@ class Exchange:
         """
         yield from self.finish_sends()
         yield from self._finish_receives()
-        letters = [str(Recv(letter.message, letter.sender)) for letter in self._mailbox.left()]
+        left = self._mailbox.left()
+        letters = [str(letter.receive if isinstance(letter, PendingReceive) else letter.message) for letter in left]
         values = [f"stage {number}, {name}" for number, stage in self._stages.items() for name in stage.left()]
         if letters or values:
             raise PipelineError(
@@ -221,9 +216,10 @@ class Exchange:
             )
 
     def _finish_receives(self) -> Walk[None]:
-        for receive, handle in self._receives.items():
-            yield Wait(handle, receive)
-        self._receives.clear()
+        for letter in self._mailbox.left():
+            if isinstance(letter, PendingReceive):
+                yield Wait(letter.handle, letter.receive)
+        self._receiving = 0
         yield Wait(self._transport.reached(), "what its device was told")
 
     def _expected_sends(self, program: Program, stage: int) -> Sends:
@@ -262,9 +258,7 @@ class Exchange:
         value = self._split.values[name]
         return cut(content, value, local=local, part=message.samples)
 
-    def _joined(
-        self, names: tuple[str, ...], letters: tuple[PendingReceive, ...], compute: Compute
-    ) -> dict[str, Content]:
+    def _joined(self, names: tuple[str, ...], letters: tuple[Letter, ...], compute: Compute) -> dict[str, Content]:
         """Join the parts of every value; letters hold tensors in the order of `names`."""
         local = self.local(compute.stage, compute.microbatch)
         columns = zip(*(letter.tensors for letter in letters), strict=True)

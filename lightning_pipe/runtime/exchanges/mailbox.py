@@ -8,39 +8,47 @@ from typing import TypeAlias
 
 import torch
 
-from lightning_pipe.core.program import Message, Pass
+from lightning_pipe.core.program import Message, Pass, Recv
+from lightning_pipe.runtime.record import Mark
 from lightning_pipe.runtime.waiting import Handle
 
 Address: TypeAlias = tuple[Pass, int, int, int]  # direction, source, target, microbatch
 
 
 @dataclass(frozen=True)
-class PendingReceive:
-    """The tensors of one message, valid once the handle is done; `sender` is this rank itself for a neighbour on it."""
+class Letter:
+    """The tensors of one message, from a stage on this rank."""
 
     message: Message
-    sender: int
     tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class PendingReceive(Letter):
+    """The tensors of a message from another rank, valid once the handle is done; it was posted at `posted`."""
+
+    receive: Recv
     handle: Handle
+    posted: Mark
 
 
 class Mailbox:
     """Letters of one rank that no compute has taken yet."""
 
     def __init__(self) -> None:
-        self._letters: dict[Address, list[PendingReceive]] = defaultdict(list)
+        self._letters: dict[Address, list[Letter]] = defaultdict(list)
 
-    def put(self, letter: PendingReceive) -> None:
+    def put(self, letter: Letter) -> None:
         """Keep a letter until a compute takes it."""
         message = letter.message
         address = (message.direction, message.source, message.target, message.microbatch)
         self._letters[address].append(letter)
 
-    def take(self, address: Address) -> tuple[PendingReceive, ...]:
+    def take(self, address: Address) -> tuple[Letter, ...]:
         """Return and forget all letters of an address, in the order in which they were put."""
         return tuple(self._letters.pop(address, ()))
 
-    def left(self) -> tuple[PendingReceive, ...]:
+    def left(self) -> tuple[Letter, ...]:
         """Return the letters that nobody has taken."""
         return tuple(letter for letters in self._letters.values() for letter in letters)
 
