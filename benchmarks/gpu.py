@@ -3,12 +3,16 @@
     python -m benchmarks.gpu                                  # a GPT of 12 blocks of width 1024 in bf16-mixed
     python -m benchmarks.gpu --width 256 --precision 32-true --json figures.json
 
-Two processes take turns on one GPU, so no step here is faster than that of one: it shows what a pipeline costs on CUDA,
-how far its predictions hold, and that losses are the same. Every contestant has processes of its own. A step lasts from
-the end of a batch to the end of the next, with the GPU waited for; figures are medians over the steps after the first.
-DDP's sampler shuffles, so its losses are not compared. Peak is the most that torch has allocated on the larger rank in
-these steps; "reserved" adds what it has set aside, the memory of CUDA graphs among it. "predicted" is the step and the
-peak that the plan foresees, made of costs that were measured in the same fit.
+Two processes take turns on one GPU, so no step here is faster than a single process's. The figures show what a
+pipeline costs on CUDA, how far its predictions hold, and that losses are the same. Every contestant has processes of
+its own; its row is printed as soon as they have ended.
+
+step        from the end of a batch to the end of the next, with the GPU waited for: the median after the warm-up
+peak        the most that torch has allocated in these steps, on the rank with the larger peak
+reserved    the same with what torch has set aside, the memory of CUDA graphs among it
+predicted   the plan's step or peak, divided by the measured one. One rank predicts its step from costs that the same
+            fit has measured; a plan does not know that two ranks share a GPU
+losses      their largest relative difference to plain Lightning's; DDP's sampler shuffles, so its are not compared
 """
 
 from __future__ import annotations
@@ -17,10 +21,13 @@ import argparse
 import itertools
 import json
 import logging
+import math
+import resource
 import statistics
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,18 +35,56 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.fits import SharedGpu, fit_module
 from benchmarks.models import GPT
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import DEADLINE_S, run_ranks
 from lightning_pipe import DappleStrategy
 
-WARM_UP, RECORDED, STEPS = 8, 3, 12
-VOCABULARY, LENGTH = 8192, 512
-PLAIN = "Lightning, one process"
+RECORDED = 3
+PLAIN, DDP = "Lightning, one process", "Lightning DDP"
+WHOLE, HALF = "1-1, 4 micro-batches", "1-1, 4, half of the memory"
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A GPT, its batches, and where it is trained.
+
+    Attributes:
+        warm_up: steps before the first that counts; more than are recorded.
+        steps: steps that count.
+    """
+
+    width: int = 1024
+    depth: int = 12
+    batch: int = 16
+    precision: str = "bf16-mixed"
+    device: str = "cuda"
+    vocabulary: int = 8192
+    length: int = 512
+    warm_up: int = 8
+    steps: int = 12
+
+    def __str__(self) -> str:
+        """Return the sizes in words."""
+        return f"GPT {self.depth} x {self.width}, batch {self.batch} x {self.length}, {self.precision}"
+
+    def module(self) -> GPT:
+        """Return the module with seeded parameters."""
+        torch.manual_seed(0)
+        return GPT(vocabulary=self.vocabulary, context=self.length, width=self.width, depth=self.depth)
+
+    def text(self, *, ranks: int = 1) -> DataLoader[Any]:
+        """Return seeded random batches, split over ranks that load a share each."""
+        size = ((self.warm_up + self.steps) * self.batch, self.length + 1)
+        tokens = torch.randint(self.vocabulary, size, generator=torch.Generator())
+        return DataLoader(TensorDataset(tokens), batch_size=self.batch // ranks)
+
+    def accelerator(self) -> SharedGpu | str:
+        """Return the device as Lightning's trainer takes it."""
+        return SharedGpu() if self.device == "cuda" else self.device
 
 
 @dataclass(frozen=True)
@@ -47,27 +92,38 @@ class Contestant:
     """A way to train: its ranks, and the strategy's options (None for Lightning's own)."""
 
     ranks: int
-    options: dict[str, Any] | None = None
+    options: Mapping[str, Any] | None = None
+
+    def run(self, workload: Workload, *, deadline_s: float = DEADLINE_S) -> Figure:
+        """Return the figures of the rank with the larger peak, and the mean losses.
+
+        Raises:
+            RuntimeError: if a rank failed or took too long.
+        """
+        ranks: list[Figure] = run_ranks(self.ranks, partial(train, workload, self), deadline_s=deadline_s)
+        losses = [statistics.fmean(each) for each in zip(*(figure.losses for figure in ranks), strict=True)]
+        return replace(max(ranks, key=lambda figure: figure.peak_bytes), losses=losses)
 
 
+PREDICTED = {"report": str(Path(tempfile.gettempdir()) / "lightning_pipe_gpu.html")}  # lets one rank measure costs
 CONTESTANTS = {
     PLAIN: Contestant(1),
-    "one rank": Contestant(1, {"microbatches": 1}),
-    "one rank, 4 micro-batches": Contestant(1, {"microbatches": 4}),
-    "one rank, compiled": Contestant(1, {"microbatches": 1, "compile": True}),
-    "one rank, CUDA graphs": Contestant(1, {"microbatches": 1, "cuda_graphs": True}),
-    "one rank, both": Contestant(1, {"microbatches": 1, "compile": True, "cuda_graphs": True}),
-    "one rank, replay": Contestant(1, {"microbatches": 1, "capture": "replay"}),
-    "Lightning DDP": Contestant(2),
+    "one rank": Contestant(1, {"microbatches": 1, **PREDICTED}),
+    "one rank, 4 micro-batches": Contestant(1, {"microbatches": 4, **PREDICTED}),
+    "one rank, compiled": Contestant(1, {"microbatches": 1, "compile": True, **PREDICTED}),
+    "one rank, CUDA graphs": Contestant(1, {"microbatches": 1, "cuda_graphs": True, **PREDICTED}),
+    "one rank, both": Contestant(1, {"microbatches": 1, "compile": True, "cuda_graphs": True, **PREDICTED}),
+    "one rank, replay": Contestant(1, {"microbatches": 1, "capture": "replay", **PREDICTED}),
+    DDP: Contestant(2),
     "2 replicas": Contestant(2, {"layout": "2", "microbatches": 1}),
-    "1-1, 4 micro-batches": Contestant(2, {"layout": "1-1", "microbatches": 4}),
+    WHOLE: Contestant(2, {"layout": "1-1", "microbatches": 4}),
     "1-1, 4, compiled": Contestant(2, {"layout": "1-1", "microbatches": 4, "compile": True}),
     "1-1, 4, CUDA graphs": Contestant(2, {"layout": "1-1", "microbatches": 4, "cuda_graphs": True}),
-    "1-1, 4, half of the memory": Contestant(2, {"layout": "1-1", "microbatches": 4, "memory_limit": None}),
+    HALF: Contestant(2, {"layout": "1-1", "microbatches": 4}),
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Figure:
     """What a rank has measured: seconds and bytes; predictions are NaN where there is none."""
 
@@ -78,13 +134,14 @@ class Figure:
     predicted_bytes: float
     losses: list[float]
     first_step_s: float
-    policies: str = ""
+    policies: str
 
 
 class Meter(pl.Callback):
     """Keep when every batch ended, its loss, and the peak of the steps that count."""
 
-    def __init__(self) -> None:
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
         self.begin = time.perf_counter()
         self.ends: list[float] = []
         self.losses: list[float] = []
@@ -94,51 +151,46 @@ class Meter(pl.Callback):
         logging.getLogger("lightning_pipe.capture.stages").setLevel(logging.WARNING)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.synchronize()
+        on_cuda = self._workload.device == "cuda"
+        if on_cuda:
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.losses.append(float(outputs["loss"]))
-        if len(self.ends) == WARM_UP:
+        if on_cuda and len(self.ends) == self._workload.warm_up:
             torch.cuda.reset_peak_memory_stats()
 
     def step_s(self) -> float:
-        return statistics.median(b - a for a, b in itertools.pairwise(self.ends[WARM_UP - 1 :]))
+        return statistics.median(b - a for a, b in itertools.pairwise(self.ends[self._workload.warm_up - 1 :]))
 
 
-def text(samples: int, *, share: int) -> DataLoader[Any]:
-    """Return batches of so many samples, of which each of some ranks loads its share."""
-    tokens = torch.randint(VOCABULARY, ((WARM_UP + STEPS) * samples, LENGTH + 1), generator=torch.Generator())
-    return DataLoader(TensorDataset(tokens), batch_size=samples // share)
-
-
-def train(options: argparse.Namespace, contestant: Contestant) -> Figure:
+def train(workload: Workload, contestant: Contestant) -> Figure:
     """Fit on this rank."""
-    torch.manual_seed(0)
-    module = GPT(vocabulary=VOCABULARY, context=LENGTH, width=options.width, depth=options.depth)
     strategy: Any = "auto" if contestant.ranks == 1 else DDPStrategy(process_group_backend="gloo")
     if contestant.options is not None:
-        own = {"timeline_steps": RECORDED, "cache": "off", "replan": False, **contestant.options}
-        strategy = DappleStrategy(**own)
-    meter = Meter()
+        common = {"timeline_steps": RECORDED, "cache": "off", "replan": False}
+        strategy = DappleStrategy(**{**common, **contestant.options})
+    module, meter = workload.module(), Meter(workload)
     fit_module(
         module,
-        text(options.batch, share=contestant.ranks if contestant.options is None else 1),
+        workload.text(ranks=contestant.ranks if contestant.options is None else 1),
         strategy,
         callback=meter,
-        accelerator=SharedGpu(),
-        precision=options.precision,
+        accelerator=workload.accelerator(),
+        precision=workload.precision,
     )
-    predicted_s = predicted_bytes = float("nan")
-    policies = ""
+    predicted_s, predicted_bytes, policies = NAN, NAN, ""
     if contestant.options is not None:
-        rank = torch.distributed.get_rank()
-        predicted_bytes = float(strategy.foreseen[rank].peak_bytes)
-        policies = ", ".join(f"{len(s.recompute)} recomputed, {len(s.offload)} offloaded" for s in strategy.plan.stages)
-        if strategy.comparison is not None:
+        predicted_bytes = float(strategy.foreseen[torch.distributed.get_rank()].peak_bytes)
+        policies = ", ".join(
+            f"stage {number} recomputes {len(stage.recompute)}, offloads {len(stage.offload)}"
+            for number, stage in enumerate(strategy.plan.stages)
+            if stage.recompute or stage.offload
+        )
+        if contestant.ranks == 1 and strategy.comparison is not None:
             predicted_s = strategy.comparison.step.predicted
     return Figure(
         meter.step_s(),
-        torch.cuda.max_memory_allocated(),
-        torch.cuda.max_memory_reserved(),
+        *peak_and_reserved_bytes(workload.device),
         predicted_s,
         predicted_bytes,
         meter.losses,
@@ -147,55 +199,67 @@ def train(options: argparse.Namespace, contestant: Contestant) -> Figure:
     )
 
 
-def larger(ranks: Sequence[Figure]) -> Figure:
-    """Return the figures of the rank with the larger peak, the prediction that rank 0 has told, and mean losses."""
-    most = max(ranks, key=lambda figure: figure.peak_bytes)
-    losses = [statistics.fmean(each) for each in zip(*(figure.losses for figure in ranks), strict=True)]
-    return replace(most, predicted_s=ranks[0].predicted_s, losses=losses)
+def peak_and_reserved_bytes(device: str) -> tuple[int, int]:
+    """Return the peak of this process's tensors on the GPU, and of what torch has set aside; on a CPU its resident memory."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resident_bytes, resident_bytes
 
 
-def table_of(found: dict[str, Figure], title: str) -> Table:
-    columns = ("step", "of plain", "predicted", "peak", "of plain", "predicted", "reserved", "loss differs")
-    table = Table("", *columns, title=title)
-    plain = found.get(PLAIN)
-    for name, one in found.items():
-        ratio = [one.step_s / plain.step_s, one.peak_bytes / plain.peak_bytes] if plain else [float("nan")] * 2
-        is_same_data = plain is not None and CONTESTANTS[name] != CONTESTANTS["Lightning DDP"]
-        pairs = zip(one.losses, plain.losses, strict=True) if is_same_data else [(float("nan"), 1.0)]
-        table.add_row(
-            *(name, f"{one.step_s * 1e3:.1f} ms", f"{ratio[0]:.2f}", f"{one.predicted_s / one.step_s:.2f}"),
-            *(f"{one.peak_bytes / 2**20:.0f} MiB", f"{ratio[1]:.2f}", f"{one.predicted_bytes / one.peak_bytes:.2f}"),
-            *(f"{one.reserved_bytes / 2**20:.0f} MiB", f"{max(abs(a / b - 1) for a, b in pairs):.1e}"),
-        )
-    return table
+def limited(name: str, contestant: Contestant, figures: Mapping[str, Figure]) -> Contestant:
+    """Return the contestant, held to half of the peak of the pipeline without a limit where its name asks for that."""
+    if name != HALF:
+        return contestant
+    if WHOLE not in figures:
+        raise RuntimeError(f"{HALF!r} needs the peak of {WHOLE!r}, which has not run")
+    limit = f"{figures[WHOLE].peak_bytes // 2}B"
+    return replace(contestant, options={**(contestant.options or {}), "memory_limit": limit})
+
+
+def row(name: str, figures: Mapping[str, Figure]) -> str:
+    """Return a contestant's line of the table, with its ratios to plain Lightning where that has run."""
+    figure, plain = figures[name], figures.get(PLAIN)
+    step, peak = (figure.step_s / plain.step_s, figure.peak_bytes / plain.peak_bytes) if plain else (NAN, NAN)
+    differences = [abs(a / b - 1) for a, b in zip(figure.losses, plain.losses, strict=True)] if plain else []
+    differs = NAN if name == DDP else max(differences, default=NAN)
+    columns = [
+        f"{name:26}",
+        f"step {figure.step_s * 1e3:6.1f} ms, {_ratio(step)} of plain, "
+        f"predicted {_ratio(figure.predicted_s / figure.step_s)}",
+        f"peak {figure.peak_bytes >> 20:6} MiB, {_ratio(peak)} of plain, "
+        f"predicted {_ratio(figure.predicted_bytes / figure.peak_bytes)}",
+        f"reserved {figure.reserved_bytes >> 20:6} MiB",
+        f"losses differ {'      -' if math.isnan(differs) else f'{differs:.1e}'}",
+        f"first step after {figure.first_step_s:3.0f} s",
+        figure.policies,
+    ]
+    return " | ".join(filter(None, columns))
+
+
+def _ratio(value: float) -> str:
+    return "   -" if math.isnan(value) else f"{value:.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument("--only", nargs="*", default=[*CONTESTANTS])
+    for field in fields(Workload):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    parser.add_argument("--only", nargs="*", default=[*CONTESTANTS], choices=[*CONTESTANTS])
     parser.add_argument("--json", type=Path)
-    options, console, found = parser.parse_args(), Console(width=150), dict[str, Figure]()
+    options, figures = parser.parse_args(), dict[str, Figure]()
+    workload = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
+    print(workload, flush=True)
     for name in options.only:
-        contestant = CONTESTANTS[name]
-        if contestant.options is not None and "memory_limit" in contestant.options:
-            whole = found["1-1, 4 micro-batches"].peak_bytes
-            own = {**contestant.options, "memory_limit": f"{whole // 2}B"}
-            contestant = Contestant(contestant.ranks, own)
         try:
-            ranks = run_ranks(contestant.ranks, partial(train, options, contestant))
+            contestant = limited(name, CONTESTANTS[name], figures)
+            figures[name] = contestant.run(workload)
         except RuntimeError as error:
-            console.print(f"{name}: {str(error)[-1500:]}", markup=False)
+            print(f"{name}: {str(error)[-1500:]}", flush=True)
             continue
-        found[name] = larger(ranks)
-        console.print(f"{name}: {found[name].step_s * 1e3:.1f} ms, first step after {found[name].first_step_s:.0f} s")
+        print(row(name, figures), flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps({name: asdict(one) for name, one in found.items()}))
-    title = f"GPT {options.depth} x {options.width}, batch {options.batch} x {LENGTH}, {options.precision}"
-    console.print(table_of(found, title))
+            options.json.write_text(json.dumps({name: asdict(figure) for name, figure in figures.items()}))
 
 
 if __name__ == "__main__":
