@@ -5,6 +5,13 @@ VENV ?= .venv
 # processes that run tests, a group of files each; tests of ranks start some more
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# make test-gpu: the interpreter, seconds for all tests, where results and logs go, wheels of what the interpreter lacks
+GPU_PYTHON ?= $(BIN)/python
+GPU_SECONDS ?= 1800
+GPU_RESULTS ?= build/gpu
+WHEELS ?= build/wheels
+PURE_PYTHON := omegaconf hydra-core 'antlr4-python3-runtime==4.9.*' lightning lightning-utilities torchmetrics \
+  pytest pytest-timeout pytest-xdist execnet iniconfig pluggy
 INSTALLED := $(VENV)/installed
 LINTERS := $(VENV)/linters
 WRITERS := $(VENV)/writers
@@ -13,7 +20,7 @@ export OMP_NUM_THREADS := 1
 # processes that tests start find compiled what others have imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu lint docs clean
+.PHONY: demo test test-slow test-gpu wheels lint docs clean
 
 demo: $(INSTALLED) ## Train a small GPT on two ranks; then measure a pipeline and data parallel training beside it.
 	$(BIN)/python -m benchmarks.demo
@@ -24,9 +31,14 @@ test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow
 test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
 	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)
 
-test-gpu: $(INSTALLED) ## Run the tests that need a GPU, and the fits of the others on ranks that share the first one.
-	LIGHTNING_PIPE_TESTS_ON=cuda $(BIN)/python -m pytest tests/gpu tests/strategy tests/runtime tests/profiler \
-	  -m "not slow" -n $(WORKERS) --dist loadgroup $(ARGS)
+# GPU_PYTHON=python3 names an interpreter that has torch with CUDA: no virtual environment is made, nothing downloaded
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED)) ## Run the tests that need a GPU, then the fits of the others on ranks that share it.
+	PYTEST_ADDOPTS="$(ARGS)" timeout -k 30 $$(($(GPU_SECONDS) + 60)) \
+	  $(GPU_PYTHON) -m benchmarks.gpu_once all laws graphs rest \
+	  --budget $(GPU_SECONDS) --wheels $(WHEELS) --out $(GPU_RESULTS)
+
+wheels: ## Fill $(WHEELS) with the pure Python that an interpreter for `make test-gpu` may lack; needs a network.
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) $(PURE_PYTHON)
 
 lint: $(LINTERS) ## Check format, style and types.
 	$(BIN)/ruff format --check .

@@ -200,7 +200,7 @@ def train(workload: Workload, contestant: Contestant) -> Figure:
 
 
 def peak_and_reserved_bytes(device: str) -> tuple[int, int]:
-    """Return the peak of this process's tensors on the GPU, and of what torch has set aside; on a CPU its resident memory."""
+    """Return this process's peaks: of tensors on the GPU, and of torch's memory there; on a CPU of all its memory."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

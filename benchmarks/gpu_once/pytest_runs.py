@@ -20,26 +20,26 @@ LAWS, GRAPHS = ["tests/gpu/test_shared_gpu.py"], ["tests/gpu/test_cuda_graphs.py
 REST = ["tests/runtime", "tests/profiler", "tests/strategy", "--maxfail", "40"]
 CLOSING_S, IMPORTS_S = GRACE_S + 4.0, 15.0
 WORKERS = max(1, min(6, (os.cpu_count() or 1) // 2))  # every test has two ranks and more
-OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (?P<outcome>[A-Z]+) (?P<test>\S.*)$")
+OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (?P<outcome>[A-Z]+) (?P<test>\S.*?) *$")
 REASON = re.compile(r"^(FAILED|ERROR) \S")
 
 
 def laws(assignment: Assignment) -> None:
     """Run the laws that CUDA alone can break, except those of CUDA graphs."""
-    _run(assignment, LAWS)
+    run_tests(assignment, LAWS)
 
 
 def graphs(assignment: Assignment) -> None:
     """Run the laws of CUDA graphs."""
-    _run(assignment, GRAPHS)
+    run_tests(assignment, GRAPHS)
 
 
 def rest(assignment: Assignment) -> None:
     """Run the tests of runtime, profiler and strategy."""
-    _run(assignment, REST)
+    run_tests(assignment, REST)
 
 
-def _run(assignment: Assignment, arguments: list[str]) -> None:
+def run_tests(assignment: Assignment, arguments: list[str]) -> None:
     """Run tests and report what failed.
 
     Raises:
@@ -65,7 +65,7 @@ def _run(assignment: Assignment, arguments: list[str]) -> None:
                 print(failures[outcome["test"]], flush=True)
         elif REASON.match(line):
             failures[line.split(" - ")[0].split(" ", 1)[1]] = line
-        closing = line or closing
+        closing = line.strip("= ") or closing
     for line in failures.values():
         assignment.report(line[:260])
     ended = "CUT OFF" if process.is_cut_off else "ended"
