@@ -10,7 +10,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SECONDS ?= 1800
 GPU_RESULTS ?= build/gpu
 WHEELS ?= build/wheels
-PURE_PYTHON := omegaconf hydra-core 'antlr4-python3-runtime==4.9.*' lightning lightning-utilities torchmetrics \
+PURE_PYTHON := 'omegaconf==2.3.*' hydra-core 'antlr4-python3-runtime==4.9.*' lightning lightning-utilities torchmetrics \
   pytest pytest-timeout pytest-xdist execnet iniconfig pluggy
 INSTALLED := $(VENV)/installed
 LINTERS := $(VENV)/linters

@@ -26,8 +26,9 @@ FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?
 COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
     "a drawing": 6,
-    "needs a checkout": 4,
+    "needs a checkout": 5,
     "needs several hosts": 1,
+    "needs two GPUs": 2,
     "needs a checkpoint that ranks wrote": 1,
     "part of a script": 1,
     "takes minutes": 1,

@@ -131,7 +131,8 @@ def test_commands_exist(code, application):
             if isinstance(options, StepOptions):
                 assert options.cluster in preset_names(conf_dir() / "cluster"), line
         elif words[0] == "-m":
-            assert (ROOT / f"{words[1].replace('.', '/')}.py").is_file(), line
+            module = ROOT / words[1].replace(".", "/")
+            assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file(), line
         elif words[0] == "train.py":
             composed(application, words[1:])
         else:

@@ -1,6 +1,7 @@
-"""Laws that CUDA alone can break: precisions, scaled gradients, copies beside computes, compiled stages, NCCL.
+"""Laws that CUDA alone can break: precisions, scaled gradients, copies beside computes, compiled stages.
 
-Run by `make test-gpu`, which also runs the fits of the other tests on ranks that share the first GPU.
+Run by `make test-gpu`, which also runs the fits of the other tests on ranks that share the first GPU. Ranks send each
+other tensors over gloo; nothing here runs NCCL.
 """
 
 from __future__ import annotations
@@ -204,5 +205,5 @@ def script(strategy: str, folder: Path) -> list[float]:
     return eval(line.removeprefix("losses "))
 
 
-def test_one_line_trains_on_one_gpu_over_nccl(tmp_path: Path) -> None:
+def test_one_line_trains_on_one_gpu(tmp_path: Path) -> None:
     assert script("dapple", tmp_path) == pytest.approx(script("auto", tmp_path), rel=1e-3)
