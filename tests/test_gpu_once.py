@@ -1,4 +1,4 @@
-"""What one GPU can show (`benchmarks.gpu_once`) stays runnable where there is none: names, small forms, time limits."""
+"""What one GPU can show stays runnable where there is none: `benchmarks.gpu_once`, `benchmarks.gpu`, `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import CONTESTANTS, HALF, PLAIN, WHOLE, Contestant, Figure, Workload, limited, main, row
 from benchmarks.gpu_once.bounded_process import BoundedProcess
 from benchmarks.gpu_once.budget import run_section, run_sections
 from benchmarks.gpu_once.findings import Assignment
@@ -53,7 +54,7 @@ def test_the_small_forms_report_steps_and_calls(tmp_path: Path) -> None:
     number = r"\d+\.\d+"
     assert re.search(rf"step +{number} ms, {number} of plain, predicted {number} \|", one), "a rank predicts its step"
     assert re.search(rf"step +{number} ms, {number} of plain, predicted +- \|", pair), "plain is the section before's"
-    assert all(float(re.search(r"losses differ ([\d.e+-]+)", line)[1]) < 1e-5 for line in (one, pair))
+    assert all(float(text) < 1e-5 for text in re.findall(r"losses differ ([\d.e+-]+)", one + pair))
     counts = [line for line in lines if line.split()[1] == "calls"]
     assert [line.split(":")[0].split(maxsplit=2)[2] for line in counts] == [
         "plain bf16, rank 0",
@@ -90,7 +91,7 @@ def test_runs_of_tests_report_what_failed_and_whether_they_ended(
         run_tests(assignment, [str(tmp_path / "test_project.py"), "-o", "addopts="])
     *failed, closing = (line for line in capsys.readouterr().out.splitlines() if line.startswith("RESULT "))
     assert closing.startswith(f"RESULT laws     {last}")
-    assert hang_s or re.fullmatch(r"RESULT laws +FAILED .*test_that_fails - ValueError: the reason", *failed)
+    assert hang_s or re.fullmatch(r"RESULT laws +FAILED .*test_that_fails - ValueError: the reason", failed[0])
 
 
 def test_a_wheel_is_installed_where_the_interpreter_lacks_its_package(tmp_path: Path) -> None:
@@ -114,12 +115,12 @@ def test_a_section_that_fails_or_takes_too_long_leaves_its_findings_and_its_last
     failing = "print('RESULT waits a finding'); raise ValueError('the reason')"
     endless = "import time\nprint('RESULT waits a finding', flush=True)\nwhile True: time.sleep(60)"
     for script, reason in ((failing, r"ended with 1 .*ValueError: the reason"), (endless, r"was cut off after")):
-        findings = list[str]()
-        common = {"limit_s": 2.0, "folder": tmp_path, "environment": dict[str, str](), "findings": findings}
-        assert not run_section("waits", [sys.executable, "-c", script], **common)
-        assert findings[0] == "RESULT waits a finding"
-        assert re.match(rf"RESULT waits +{reason}", findings[1]), findings
-        assert re.match(r"RESULT waits +took \d+ s", findings[2]), findings
+        command = [sys.executable, "-c", script]
+        outcome = run_section("waits", command, limit_s=2.0, folder=tmp_path, environment={})
+        assert not outcome.ended_well
+        assert outcome.findings[0] == "RESULT waits a finding"
+        assert re.match(rf"RESULT waits +{reason}", outcome.findings[1]), outcome
+        assert re.match(r"RESULT waits +took \d+ s", outcome.findings[2]), outcome
 
 
 def test_sections_without_time_are_reported_as_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,11 +132,22 @@ def test_sections_without_time_are_reported_as_not_begun(tmp_path: Path, capsys:
 
 def test_nothing_of_a_process_outlives_its_limit(tmp_path: Path) -> None:
     """Its child ignores the interrupt, and would hold a pipe open."""
-    child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(200)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    process = BoundedProcess([sys.executable, "-c", parent], limit_s=1, log=tmp_path / "log")
-    assert "KeyboardInterrupt" in list(process.lines())
+    child = "import os, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(os.getpid()); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-uc', {child!r}])"
+    process = BoundedProcess([sys.executable, "-c", parent], limit_s=2, log=tmp_path / "log")
+    first, *_, last = process.lines()
+    assert last == "KeyboardInterrupt"
     assert process.is_cut_off and process.code() != 0
+    while is_running(int(first)):
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_the_target_of_make_uses_an_interpreter_as_it_is() -> None:
@@ -144,3 +156,34 @@ def test_the_target_of_make_uses_an_interpreter_as_it_is() -> None:
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "a-python -m benchmarks.gpu_once all laws graphs rest" in printed
     assert "venv" not in printed and "absent" not in printed and " pip " not in printed
+
+
+def test_the_table_has_a_row_before_the_next_contestant_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = Figure(0.01, 1 << 30, 1 << 30, 0.009, 0.5 * (1 << 30), [1.0, 0.5], 3.0, "")
+    printed = list[str]()
+
+    def run(contestant: Contestant, workload: Workload) -> Figure:
+        printed.append(capsys.readouterr().out)
+        if contestant.options and "compile" in contestant.options:
+            raise RuntimeError("rank 0 died")
+        return figure
+
+    monkeypatch.setattr(Contestant, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--only", PLAIN, "one rank, compiled", "one rank"])
+    main()
+    printed.append(capsys.readouterr().out)
+    title, first, second, third = printed
+    assert title == f"{Workload()}\n"
+    assert first == f"{row(PLAIN, {PLAIN: figure})}\n"
+    assert second == "one rank, compiled: rank 0 died\n"
+    assert third == f"{row('one rank', {PLAIN: figure, 'one rank': figure})}\n"
+    assert "step   10.0 ms, 1.00 of plain, predicted 0.90 | peak   1024 MiB, 1.00 of plain, predicted 0.50" in third
+
+
+def test_half_of_the_memory_is_half_of_the_peak_without_a_limit() -> None:
+    figure = Figure(0.01, 1000, 1000, 0.009, 1000.0, [1.0], 3.0, "")
+    assert (limited(HALF, CONTESTANTS[HALF], {WHOLE: figure}).options or {})["memory_limit"] == "500B"
+    with pytest.raises(RuntimeError, match="which has not run"):
+        limited(HALF, CONTESTANTS[HALF], {})
