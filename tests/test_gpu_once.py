@@ -1,4 +1,4 @@
-"""What one GPU can show stays runnable where there is none: `benchmarks.gpu_once`, `benchmarks.gpu`, `make test-gpu`."""
+"""What one GPU can show stays runnable without one: `benchmarks.gpu_once`, `benchmarks.gpu`, `make test-gpu`."""
 
 from __future__ import annotations
 
