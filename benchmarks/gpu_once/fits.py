@@ -46,7 +46,7 @@ def pair(assignment: Assignment) -> None:
 
 
 def fast(assignment: Assignment) -> None:
-    """Report CUDA graphs and compiled stages of small operations; no step is predicted, which would take time."""
+    """Report CUDA graphs and compiled stages of small operations; their steps are not predicted, which spares time."""
     _compare(assignment, SMALL)
 
 
