@@ -31,9 +31,10 @@ test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow
 test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
 	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)
 
+test-gpu: export PYTEST_ADDOPTS := $(ARGS)
 # GPU_PYTHON=python3 names an interpreter that has torch with CUDA: no virtual environment is made, nothing downloaded
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED)) ## Run the tests that need a GPU, then the fits of the others on ranks that share it.
-	PYTEST_ADDOPTS="$(ARGS)" timeout -s INT -k 30 $$(($(GPU_SECONDS) + 60)) \
+	timeout -s INT -k 30 $$(($(GPU_SECONDS) + 60)) \
 	  $(GPU_PYTHON) -m benchmarks.gpu_once all laws graphs rest \
 	  --budget $(GPU_SECONDS) --wheels $(WHEELS) --out $(GPU_RESULTS)
 
