@@ -98,6 +98,11 @@ class Exchange:
         self._own = {(stage, m): self._own_messages(program, stage, m) for stage, m in self._local}
         self._expected = {stage: self._expected_sends(program, stage) for stage in self._stages}
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a message may be under way: the last ones may have landed since this rank looked."""
+        return bool(self._sends or self._receives)
+
     def local(self, stage: int, microbatch: int) -> Samples:
         """Return the samples of a micro-batch that this rank's replica of a stage computes."""
         return self._local[stage, microbatch]

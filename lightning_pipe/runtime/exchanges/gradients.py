@@ -91,6 +91,11 @@ class Gradients:
         self._under_way.clear()
         self._along = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Return whether a sum is under way."""
+        return bool(self._under_way)
+
     def start(self, reduce: Reduce) -> None:
         """Begin to sum a bucket; the local gradients of its parameters are complete, or made by the next compute."""
         bucket = self._split.traffic.buckets[reduce.bucket]
