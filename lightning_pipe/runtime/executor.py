@@ -54,11 +54,11 @@ from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
 @dataclass(frozen=True)
 class _Course:
-    """What one run of a program has with it: the batch, who is told, and the results so far."""
+    """What one run of a program has with it: the batch, who looks after it, and the results so far."""
 
     job: BatchInput
     recorder: Recorder
-    at: Callable[[Instruction], None]
+    watch: Watch
     results: dict[str, list[ResultSlice]]
     parts: RankParts
     milestones: MilestoneHandlers
@@ -149,7 +149,7 @@ class Executor:
                 job,
                 record=record,
                 record_memory=record_memory,
-                at=watch.at,
+                watch=watch,
                 milestones=milestones,
                 leave_sums=leave_sums,
                 most_messages=most_messages,
@@ -170,12 +170,12 @@ class Executor:
         *,
         record: bool = False,
         record_memory: bool = False,
-        at: Callable[[Instruction], None] = lambda instruction: None,
+        watch: Watch | None = None,
         milestones: MilestoneHandlers | None = None,
         leave_sums: bool = False,
         most_messages: int | None = None,
     ) -> Walk[ProgramResult]:
-        """Return the coroutine behind `run`; `at` is told every instruction as it begins."""
+        """Return the coroutine behind `run`; `watch` is told every instruction as it begins."""
         milestones = milestones or {}
         self._check(program, milestones)
         clock = clock_of(self._state.device) if record or record_memory else None
@@ -184,7 +184,7 @@ class Executor:
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
         )
-        course = _Course(job, recorder, at, defaultdict(list), parts, milestones, leave_sums)
+        course = _Course(job, recorder, watch or Unwatched(), defaultdict(list), parts, milestones, leave_sums)
         if not (yield from self._follow(program.ranks[self.rank], course)):
             yield from self._exchange.give_up(left_over(program)[self.rank])
             yield from self._follow((Rollback(),), course)
@@ -200,7 +200,7 @@ class Executor:
         """Run instructions one after another; return whether all were run, or the program was left at a milestone."""
         recorder = course.recorder
         for instruction in line:
-            course.at(instruction)
+            course.watch.at(instruction, pending=self._exchange.is_under_way or self._gradients.is_under_way)
             started = recorder.mark()
             match instruction:
                 case Recv():
@@ -225,7 +225,7 @@ class Executor:
                 case Reduce():
                     self._gradients.start(instruction)
                 case Step():
-                    yield from self._finish_batch(recorder, leave_sums=course.leaves_sums)
+                    yield from self._finish_batch(course)
                 case Milestone():
                     goes_on = yield from milestone_handler(course.milestones, instruction)(course.results)
                     recorder.add(instruction, started)
@@ -329,14 +329,14 @@ class Executor:
         """
         drive(self._gradients.land(step, among=among), wait=wait)
 
-    def _finish_batch(self, recorder: Recorder, *, leave_sums: bool) -> Walk[None]:
+    def _finish_batch(self, course: _Course) -> Walk[None]:
         yield from self._exchange.finish_sends()
-        yield from self._gradients.finish(leave=leave_sums)
+        yield from self._gradients.finish(leave=course.leaves_sums)
         yield from self._finish_state(replicas=True)
-        started = recorder.mark()
+        started = course.recorder.mark()
         with _Named(self.rank, Step()):
             self._step()
-        recorder.add(Step(), started)
+        course.recorder.add(Step(), started)
 
     def _finish_state(self, *, replicas: bool) -> Walk[None]:
         """Write the state that changes once per batch; make what a batch has changed equal on all replicas if asked."""

@@ -5,7 +5,7 @@ Cuts are given as paths of modules at which stages begin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -147,11 +147,16 @@ def job_of(case: Case, **changes: float) -> BatchInput:
 
 
 def executor_of(
-    case: Case, module: pl.LightningModule, capture: Capture, split: Split, transport: Transport
+    case: Case,
+    module: pl.LightningModule,
+    capture: Capture,
+    split: Split,
+    transport: Transport,
+    step: Callable[[], None] = lambda: None,
 ) -> Executor:
-    """Return the executor of one rank."""
+    """Return the executor of one rank, whose optimizer is `step`."""
     state = State(dict(module.named_parameters()), dict(module.named_buffers()), CPU)
-    return Executor(split, case.layout, state=state, transport=transport, loss=capture.record.loss)
+    return Executor(split, case.layout, state=state, transport=transport, loss=capture.record.loss, step=step)
 
 
 def plain_gradients(case: Case, slices: Sequence[tuple[int, int]] = ()) -> dict[str, torch.Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
@@ -24,14 +25,16 @@ from ranks.world import Died, Returned, World
 
 CASE = Case("Chain", ((0,), (1,), (2,)))
 LIMIT_S = 20.0
+SOON_S = 10.0  # after a deadline
 STEP = 2  # in which faults happen
+ENDLESS = 2**31 - 1  # iterations of a hash: more than ten minutes
 
 
 @dataclass(frozen=True)
 class Fault:
     """What one rank does wrong at the forward of a micro-batch.
 
-    It raises, dies, hangs, raises once another hangs, or withholds its messages.
+    It raises, dies, hangs, raises once another hangs, computes without end, or withholds its messages.
     """
 
     rank: int
@@ -43,7 +46,7 @@ class Rank:
     """One rank with its faults, in the place of its stage's `compute` and of its transport."""
 
     def __init__(self, faults: Sequence[Fault], patience: Patience) -> None:
-        self.number, self.step = dist.get_rank(), 0
+        self.number, self.step, self.stepped = dist.get_rank(), 0, 0
         self.faults = {(f.what, f.microbatch) for f in faults if f.rank == self.number}
         module = module_of(CASE)
         capture = capture_of(CASE, module)
@@ -51,7 +54,7 @@ class Rank:
         self.program = program_of(CASE, split)
         self.transport: Transport = process_group_transport(CPU)
         connect(self.transport, [self.program])
-        self.executor = executor_of(CASE, module, capture, split, Withholding(self))
+        self.executor = executor_of(CASE, module, capture, split, Withholding(self), self.optimize)
         stage = self.executor.stages[self.number]
         self._compute, stage.compute = stage.compute, self.compute  # type: ignore[method-assign]
         if self.number != 1:  # one rank is in a hurry, so that it is known who speaks
@@ -62,6 +65,9 @@ class Rank:
         self.store = dist.group.WORLD.get_group_store()
         meet_guards(self.watch, self.store, start=time.monotonic())
 
+    def optimize(self) -> None:
+        self.stepped += 1
+
     def compute(self, kind: str, microbatch: int, slice_: Slice) -> None:
         if self.step == STEP and kind == "F":
             if ("raises", microbatch) in self.faults:
@@ -71,6 +77,8 @@ class Rank:
                 raise ValueError("the user's mistake")
             if ("dies", microbatch) in self.faults:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if ("spins", microbatch) in self.faults:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", ENDLESS)  # others run meanwhile, as while CUDA spins
             if ("hangs", microbatch) in self.faults:
                 self.store.set("a rank hangs", "")
                 dist.recv(torch.zeros(1), src=2)
@@ -101,6 +109,7 @@ def train(faults: Sequence[Fault], patience: Patience) -> tuple[str, float]:
             begin = time.monotonic()
             rank.executor.run(rank.program, job_of(CASE, step=rank.step), watch=rank.watch)
     except PipelineError as error:
+        assert rank.stepped == STEP, "no optimizer steps by a batch that fails somewhere"
         return str(error), time.monotonic() - begin
     finally:
         rank.watch.close()
@@ -154,3 +163,15 @@ def test_a_rank_that_cannot_look_up_prints_the_failure_and_ends() -> None:
     )
     for result in (first, last):
         assert isinstance(result, Returned) and "Rank 0 failed at 0F1" in result.value[0]
+
+
+def test_a_rank_that_computes_without_end_while_messages_are_under_way_is_named_at_the_deadline() -> None:
+    """A host that waits inside of CUDA spins: it was taken for one that works, and ended by torch, if at all."""
+    first, spinning, last = results([Fault(1, "spins")], Patience(deadline_s=2.0, grace_s=0.5))
+    assert isinstance(spinning, Died) and spinning.exitcode == 1
+    assert "Rank 1 is ended at 1F1 of step 2." in spinning.stderr
+    for result in (first, last):
+        assert isinstance(result, Returned)
+        text, seconds = result.value
+        assert "Rank 1 failed at 1F1 of step 2: it is still there after 2 s; the deadline is over" in text
+        assert seconds < 2.0 + SOON_S

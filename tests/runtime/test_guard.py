@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,19 +23,10 @@ from lightning_pipe.runtime.guard.page import SharedPage
 from lightning_pipe.runtime.guard.pids import ending
 from lightning_pipe.runtime.guard.watch import MismatchError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Done, Wait
+from runtime.guards import Never, Told
 
 QUICK = Patience(deadline_s=0.5, stale_s=30, grace_s=30, parting_s=0.1)
 RECEIVE = Recv(Message("F", 0, 1, 2, Samples(0, 4)), 1)
-
-
-class Never:
-    """A handle of something that never comes."""
-
-    def wait(self, timeout_s: float) -> bool:
-        return threading.Event().wait(min(timeout_s, 0.05))
-
-    def landed(self) -> bool:
-        return False
 
 
 class Broken(Never):
@@ -185,23 +175,6 @@ def test_ranks_wait_in_a_circle_only_for_what_has_not_begun(states: Sequence[Gua
     assert in_circle(dict(enumerate(states))) is expected
 
 
-class Told:
-    """A guard that has told what a test wants."""
-
-    def __init__(self) -> None:
-        self.page, self.heard, self.session = SharedPage(), threading.Event(), 1
-        self.failure: Failure | None = None
-        self.states: dict[int, GuardedState] = {}
-        self.own: list[Failure] = []
-
-    def where(self, ranks: Sequence[int]) -> dict[int, GuardedState]:
-        return {rank: self.states[rank] for rank in ranks if rank in self.states}
-
-    def fail(self, failure: Failure, *, wait_s: float) -> Failure:
-        self.own.append(failure)
-        return failure
-
-
 @pytest.fixture
 def guard() -> Told:
     return Told()
@@ -216,6 +189,47 @@ def test_what_is_there_is_not_waited_for(watch: GuardedWatch):
     with watch.program(0):
         watch.at(Reduce(0))
         watch.wait(Wait(Done(), RECEIVE))
+
+
+class LooksUp(Done):
+    """A handle that notes the limit at which the guard would speak while it is waited for."""
+
+    def __init__(self, page: SharedPage) -> None:
+        self.page, self.limit = page, 0.0
+
+    def wait(self, timeout_s: float) -> bool:
+        self.limit = self.page.limit
+        return True
+
+
+def test_the_guard_limits_an_instruction_while_something_is_under_way_from_its_last_wait_on(
+    guard: Told, watch: GuardedWatch
+):
+    """A host that spins inside of CUDA seems to work, so nobody spoke before torch did, a minute after the deadline."""
+    handle, compute = LooksUp(guard.page), Compute(0, "F", 1)
+    with watch.program(3):
+        watch.at(compute)
+        assert guard.page.limit == 0.0, "computes may take long where nobody waits, as those that are compiled first"
+        start = time.monotonic() + QUICK.deadline_s
+        watch.at(compute, pending=True)
+        first = guard.page.limit
+        watch.wait(Wait(handle, RECEIVE))
+        assert start <= first < handle.limit < guard.page.limit, "who waits is not late, nor is who has just waited"
+        assert guard.page.state.at == str(compute) and guard.page.state.mode == INSIDE
+        watch.at(Reduce(0))
+        assert guard.page.limit == 0.0
+        watch.at(compute, pending=True)
+    assert guard.page.limit == 0.0, "what is beside programs has limits of its own"
+
+
+def test_a_limit_around_something_is_back_when_what_is_inside_has_ended(guard: Told, watch: GuardedWatch):
+    with watch.limited("the sums of gradients"):
+        watch.wait(Wait(Done(), RECEIVE))
+        assert guard.page.limit > 0.0 and guard.page.state.at == "the sums of gradients"
+        with watch.opening("connections"):
+            assert guard.page.limit > 0.0 and guard.page.state.mode == INSIDE
+        assert guard.page.limit > 0.0 and guard.page.state.mode == OUTSIDE
+    assert guard.page.limit == 0.0
 
 
 def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: GuardedWatch):

@@ -20,10 +20,11 @@ from lightning_pipe.core.milestones import (
     Rollback,
     milestone,
 )
-from lightning_pipe.core.program import Compute
+from lightning_pipe.core.program import Compute, Instruction
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.report import chrome_trace
 from lightning_pipe.report.plot import plot_timeline
+from lightning_pipe.runtime.guard.watch import Unwatched
 from lightning_pipe.runtime.job import ProgramResult, ResultSlice
 from lightning_pipe.runtime.milestones import at_once
 from lightning_pipe.runtime.transport.local import Hub
@@ -41,6 +42,16 @@ CASES = {
     "replicas": Case("Skip", ((0, 1), (2,), (3, 4)), sizes=(3, 3, 2)),
     "two pipes": Case("Skip", ((0, 1), (1, 0)), ("third",), (3, 3, 2), "chimera", frozenset({0, 1})),
 }
+
+
+class Noting(Unwatched):
+    """Notes the instructions of a rank."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def at(self, instruction: Instruction, *, pending: bool = False) -> None:
+        self.told.append(str(instruction))
 
 
 class World:
@@ -65,7 +76,7 @@ class World:
             executor.walk(
                 self.program,
                 job_of(self.case),
-                at=lambda instruction, rank=rank: self.told[rank].append(str(instruction)),
+                watch=Noting(self.told[rank]),
                 milestones={
                     Confirm: self.answer(holds),
                     Publish: at_once(lambda results, rank=rank: self.note(rank, results)),
@@ -131,9 +142,7 @@ def test_a_milestone_without_a_handler_is_named_before_anything_runs():
     world = World(CASES["gpipe"])
     for given, missing in (({}, "CONFIRM"), ({Confirm: world.answer(True), Publish: at_once(print)}, "ROLLBACK")):
         told: list[str] = []
-        walk = world.executors[0].walk(
-            world.program, job_of(world.case), at=lambda x, told=told: told.append(str(x)), milestones=given
-        )
+        walk = world.executors[0].walk(world.program, job_of(world.case), watch=Noting(told), milestones=given)
         with pytest.raises(ProgramError, match=rf"\({missing}\) has no handler"):
             next(walk)
         assert told == []

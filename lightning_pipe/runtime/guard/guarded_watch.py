@@ -3,7 +3,8 @@
     page        every instruction and every wait is written where the guard of this rank sees it (`guard/`)
     heard       the guard tells of failures; a waiting rank looks up every 0.2 s, and raises the first one, whoever's it
                 is, instead of the consequence it sees itself ("Connection closed by peer")
-    deadline    a wait that is too long is an error that says what the other rank does
+    deadline    a wait that is too long is an error that says what the other rank does; an instruction that is too long
+                while something is under way is noticed by the guard, and so is what others have to join
     meetings    ranks that wait for different things which all ranks do together will never meet, nor will ranks that
                 wait in a circle for what has not begun (a program here, an exchange there): said at once
 
@@ -67,6 +68,7 @@ class GuardedWatch:
     ) -> None:
         self.guard, self.rank, self.ranks, self.patience = guard, rank, ranks, patience
         self._depth, self._step, self._at = 0, -1, NOWHERE.encode()
+        self._is_limited = False  # whether the guard keeps to the deadline where this rank is now
         self._met = 0  # waits beside programs
         self._programs = self._exchanges = 0  # begun
         guard.page.begun(0, 0)
@@ -76,7 +78,7 @@ class GuardedWatch:
     def program(self, step: int) -> Iterator[None]:
         """Surround one program; may be nested."""
         self._depth += 1
-        self._step = step
+        self._step, self._is_limited = step, False
         self._programs += 1
         self.guard.page.begun(self._programs, self._exchanges)
         self._note()
@@ -89,42 +91,42 @@ class GuardedWatch:
             self.report(error)
             raise
         finally:
-            self._depth -= 1
+            self._depth, self._is_limited = self._depth - 1, False
             self.guard.page.wait(NO_WAIT)
             self._note()
 
     @contextmanager
     def opening(self, what: str) -> Iterator[None]:
         """Surround something that other ranks must join and that cannot look up; errors of it are those of a peer."""
-        outer = self._at
-        self._at, self._depth = what.encode(), self._depth + 1
-        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S
-        self.guard.page.write(INSIDE, self._step, self._at, limit=limit)
+        self._depth += 1
         try:
-            self.raise_failure()
-            yield
+            with self.limited(what):
+                self.raise_failure()
+                yield
         except PipelineError:
             raise
         except RuntimeError as error:
             self.hear(hidden=error)
             raise
         finally:
-            self._at, self._depth = outer, self._depth - 1
+            self._depth -= 1
             self._note()
 
     @contextmanager
     def limited(self, what: str) -> Iterator[None]:
         """Surround something that takes no other rank, but for which others wait: the guard keeps to the deadline."""
-        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S
-        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, what.encode(), limit=limit)
+        outer = self._at, self._is_limited
+        self._at, self._is_limited = what.encode(), True
+        self._note()
         try:
             yield
         finally:
+            self._at, self._is_limited = outer
             self._note()
 
-    def at(self, instruction: Instruction) -> None:
-        """Note the instruction that begins."""
-        self._at = self._word(instruction)
+    def at(self, instruction: Instruction, *, pending: bool = False) -> None:
+        """Note the instruction that begins; while something is under way, the guard keeps to the deadline."""
+        self._at, self._is_limited = self._word(instruction), pending
         self._note()
         self.raise_failure()
 
@@ -152,6 +154,8 @@ class GuardedWatch:
             raise
         except RuntimeError as error:
             raise self._disconnected(wait, error) from None
+        if self._is_limited:
+            self._note()
         page.wait(NO_WAIT)
 
     def exchange(self, number: int) -> None:
@@ -233,7 +237,9 @@ class GuardedWatch:
         self._words.clear()
 
     def _note(self) -> None:
-        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, self._at)
+        """Write where this rank is, and the time by which it must be elsewhere, if there is one."""
+        limit = time.monotonic() + self.patience.deadline_s + _MARGIN_S if self._is_limited else 0.0
+        self.guard.page.write(INSIDE if self._depth else OUTSIDE, self._step, self._at, limit=limit)
 
     def _word(self, what: Instruction | str) -> bytes:
         """Return the text of an instruction; those of programs are met again in every step."""

@@ -72,9 +72,10 @@ class SharedPage:
 
     @property
     def limit(self) -> float:
-        """Return the time by which the rank must do something else; 0 for none."""
-        limits = (_STATE.unpack_from(self._memory, _AT)[2], _WAIT.unpack_from(self._memory, _WAITING)[4])
-        return min((limit for limit in limits if limit), default=0.0)
+        """Return the time by which the rank must do something else, that of its wait where it waits; 0 for none."""
+        own: float = _STATE.unpack_from(self._memory, _AT)[2]
+        waiting: float = _WAIT.unpack_from(self._memory, _WAITING)[4]
+        return waiting or own
 
     @property
     def state(self) -> GuardedState:

@@ -122,7 +122,8 @@ class RankGuard:
             self._declare(state, f"no sign of life for {stale_s:g} s; its interpreter is blocked", late_s=stale_s)
         elif limit and time.monotonic() > limit:
             late_s = self._limits.deadline_s
-            self._declare(state, f"it is still there after {late_s:g} s; the deadline is over", late_s=late_s)
+            cause = f"it is still there after {late_s:g} s; the deadline is over"
+            self._declare(state, f"{cause}. If that takes so long, raise deadline_s", late_s=late_s)
         else:
             self._look_whether_idle(state, has_limit=limit > 0)
 

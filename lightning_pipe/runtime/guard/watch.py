@@ -25,8 +25,13 @@ class Watch(Protocol):
         """Surround one program; an exception that leaves it is told to the other ranks."""
         ...
 
-    def at(self, instruction: Instruction) -> None:
+    def at(self, instruction: Instruction, *, pending: bool = False) -> None:
         """Note the instruction that begins.
+
+        Args:
+            instruction: the instruction.
+            pending: whether transfers or sums of this rank are under way: then other ranks wait for it, and it is
+                overdue at the deadline even if it never looks up (a host that spins inside of CUDA seems to work).
 
         Raises:
             PipelineError: if another rank has failed.
@@ -70,7 +75,7 @@ class Unwatched:
         """Meet nobody: there is no other rank."""
         return ""
 
-    def at(self, instruction: Instruction) -> None:
+    def at(self, instruction: Instruction, *, pending: bool = False) -> None:
         """Do nothing."""
 
     def wait(self, wait: Wait) -> None:

@@ -276,7 +276,8 @@ class Runner:
         """Wait for the sums that the last run has left; arguments as of `Executor.land`."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.executor.land(step, among=among, wait=self._links.watch.wait)
+            with self._links.watch.limited("the sums of gradients"):
+                leaving.executor.land(step, among=among, wait=self._links.watch.wait)
 
     def _rolling_back(self) -> MilestoneHandlers:
         """Return what confirms the optimizer step before, and what takes it and the state of this one back."""
