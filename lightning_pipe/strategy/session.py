@@ -157,8 +157,7 @@ class Session:
         self._optimizers = optimizers
         self._loss_scale.install()
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
-        for shared in self._shared_states:
-            private.call_before_step(self._plugin, shared.drop)
+        private.call_before_step(self._plugin, self._begin_step)
         if _records(self._config, ranks=self._links.control.ranks):
             self._first_steps = FirstSteps(
                 self._config,
@@ -175,6 +174,12 @@ class Session:
             )
             clipper.install(self._plugin)
             self._clippers.append(clipper)
+
+    def _begin_step(self) -> None:
+        """Look whether gradients may be rubbish, since a rank has failed; drop what other ranks step."""
+        self._links.watch.raise_failure()
+        for shared in self._shared_states:
+            shared.drop()
 
     def share(self) -> None:
         """Give every rank the weights of rank 0, and their averages."""

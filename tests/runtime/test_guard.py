@@ -23,7 +23,7 @@ from lightning_pipe.runtime.guard.page import SharedPage
 from lightning_pipe.runtime.guard.pids import ending
 from lightning_pipe.runtime.guard.watch import MismatchError, Patience, PeerFailure
 from lightning_pipe.runtime.waiting import Done, Wait
-from runtime.guards import Never, Told
+from runtime.guards import Aborted, Never, Told
 
 QUICK = Patience(deadline_s=0.5, stale_s=30, grace_s=30, parting_s=0.1)
 RECEIVE = Recv(Message("F", 0, 1, 2, Samples(0, 4)), 1)
@@ -230,6 +230,12 @@ def test_a_limit_around_something_is_back_when_what_is_inside_has_ended(guard: T
             assert guard.page.limit > 0.0 and guard.page.state.mode == INSIDE
         assert guard.page.limit > 0.0 and guard.page.state.mode == OUTSIDE
     assert guard.page.limit == 0.0
+
+
+def test_what_lands_after_a_failure_is_not_taken_for_data(guard: Told, watch: GuardedWatch):
+    """Works that were aborted read as completed."""
+    with pytest.raises(PeerFailure, match="Rank 1 failed at 1F0 of step 7"), watch.program(7):
+        watch.wait(Wait(Aborted(guard), RECEIVE))
 
 
 def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: GuardedWatch):

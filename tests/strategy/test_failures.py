@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.runtime.guard.client import guard_of_this_process
+from lightning_pipe.runtime.guard.failure import Failure
+from lightning_pipe.runtime.guard.watch import PeerFailure
 from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer
@@ -57,6 +60,39 @@ def test_an_error_in_a_hook_of_one_rank_ends_all(rank: int, hook: str) -> None:
     assert isinstance(results[rank], Raised) and results[rank].kind == "ZeroDivisionError", results[rank]
     other = results[1 - rank]
     assert isinstance(other, Raised) and "the user's mistake" in other.text, other
+
+
+class HearsOfFailure(pl.Callback):
+    """Hears of the failure of another rank before the optimizer's second step, and counts steps from then on."""
+
+    def __init__(self) -> None:
+        self.stepped = 0
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        if trainer.global_step == 1:
+            optimizer.register_step_post_hook(self.note)
+            guard = guard_of_this_process()
+            failure = Failure(1, "at 1F0 of step 2", "ValueError: user", session=guard.session, raised=True)
+            guard.fail(failure, wait_s=30.0)
+
+    def note(self, *_: Any) -> None:
+        self.stepped += 1
+
+
+def fit_hearing() -> tuple[str, int]:
+    hears = HearsOfFailure()
+    try:
+        fit({"microbatches": 2}, (hears,))
+    except PeerFailure as failure:
+        return str(failure), hears.stepped
+    return "", hears.stepped
+
+
+def test_no_optimizer_steps_when_a_failure_was_heard_before() -> None:
+    for text, stepped in World(2).run(fit_hearing):
+        assert "Rank 1 failed at 1F0 of step 2: ValueError: user" in text and stepped == 0
 
 
 def fit_validated(options: dict[str, Any], callbacks: tuple[pl.Callback, ...]) -> None:

@@ -2,7 +2,7 @@
 
     page        every instruction and every wait is written where the guard of this rank sees it (`guard/`)
     heard       the guard tells of failures; a waiting rank looks up every 0.2 s, and raises the first one, whoever's it
-                is, instead of the consequence it sees itself ("Connection closed by peer")
+                is, instead of the consequence it sees itself ("Connection closed by peer", or data that never came)
     deadline    a wait that is too long is an error that says what the other rank does; an instruction that is too long
                 while something is under way is noticed by the guard, and so is what others have to join
     meetings    ranks that wait for different things which all ranks do together will never meet, nor will ranks that
@@ -131,7 +131,7 @@ class GuardedWatch:
         self.raise_failure()
 
     def wait(self, wait: Wait) -> None:
-        """Wait for a handle until the deadline."""
+        """Wait for a handle until the deadline; what lands after a failure may be rubbish, so the failure is raised."""
         beside = wait.kind in (PAIR, TOGETHER)
         self._met += beside
         start = time.monotonic()
@@ -154,6 +154,7 @@ class GuardedWatch:
             raise
         except RuntimeError as error:
             raise self._disconnected(wait, error) from None
+        self.raise_failure()
         if self._is_limited:
             self._note()
         page.wait(NO_WAIT)

@@ -38,6 +38,14 @@ class Watch(Protocol):
         """
         ...
 
+    def raise_failure(self) -> None:
+        """Look whether a rank has failed: what was received since then may be rubbish.
+
+        Raises:
+            PipelineError: if one has.
+        """
+        ...
+
     def wait(self, wait: Wait) -> None:
         """Wait for a handle.
 
@@ -77,6 +85,9 @@ class Unwatched:
 
     def at(self, instruction: Instruction, *, pending: bool = False) -> None:
         """Do nothing."""
+
+    def raise_failure(self) -> None:
+        """Do nothing: there is no other rank."""
 
     def wait(self, wait: Wait) -> None:
         """Wait as long as it takes."""
