@@ -46,7 +46,8 @@
 * `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group` (in torch 2.11
   `_resolve_group_name`): what every collective asks first.
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
-* `GradScaler._per_optimizer_states`, `_scale`: whether gradients of an optimizer were finite, and where that is kept;
+* `GradScaler._per_optimizer_states`: whether gradients of an optimizer were finite; `_scale`, `_growth_tracker`,
+  `_init_scale`, `_init_growth_tracker`, `_lazy_init_scale_growth_tracker`: on which device the scale is kept;
   `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
 * `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`, `_global_optimizer_pre_hooks`,
   `_global_optimizer_post_hooks`: who is told of steps; `_wrapped_by_lr_sched`: what learning rate schedulers put around
@@ -154,6 +155,8 @@ __all__ = [
     "is_real",
     "is_step_watched",
     "is_traced",
+    "keep_scale_beside_loss",
+    "keep_scale_on_host",
     "keeping_version",
     "looks_for_overflow",
     "named_arguments",
@@ -556,6 +559,18 @@ def set_whether_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.
     device = scaler._scale.device
     found = torch.full((), float(overflowed), dtype=torch.float32, device=device)
     scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {device: found}
+
+
+def keep_scale_on_host(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler keep its scale on the host, where it is read and changed without a wait for a device."""
+    keep_scale_beside_loss(scaler)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+
+
+def keep_scale_beside_loss(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler keep its scale on the device of the next loss, as it does by itself."""
+    scaler._init_scale, scaler._init_growth_tracker = scaler.get_scale(), scaler._get_growth_tracker()
+    scaler._scale = scaler._growth_tracker = None
 
 
 def looks_for_overflow(optimizer: torch.optim.Optimizer) -> bool:

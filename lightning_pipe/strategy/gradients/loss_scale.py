@@ -5,6 +5,9 @@ backward of a pipeline is part of its program, so the program's loss is weighted
 the gradients that it has and looks whether they are finite; all ranks hear whether any has found one that is not, so
 that all skip the optimizer's step, and all change the scale, alike. After Micikevicius et al., ICLR 2018, section 3.2;
 the scale and when it changes are those of torch's `GradScaler`.
+
+The answer is the one thing that the host waits for in a step: the scaler keeps its scale on the host meanwhile, where
+each rank reads it and changes it by that answer.
 """
 
 from __future__ import annotations
@@ -12,7 +15,12 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
-from lightning_pipe.capture.torch_private import set_whether_overflowed, whether_overflowed
+from lightning_pipe.capture.torch_private import (
+    keep_scale_beside_loss,
+    keep_scale_on_host,
+    set_whether_overflowed,
+    whether_overflowed,
+)
 from lightning_pipe.lightning_names import MixedPrecision, Precision
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
@@ -38,11 +46,13 @@ class LossScale:
     def install(self) -> None:
         """Let the gradients of an optimizer be finite on all ranks or on none, until `remove`."""
         if self._scaler is not None:
+            keep_scale_on_host(self._scaler)
             vars(self._scaler)["unscale_"] = self._unscale
 
     def remove(self) -> None:
-        """Give the scaler its own method back."""
+        """Give the scaler its own method back, and its scale to the device of its losses."""
         if self._scaler is not None:
+            keep_scale_beside_loss(self._scaler)
             vars(self._scaler).pop("unscale_", None)
 
     def _unscale(self, optimizer: Optimizer) -> None:
