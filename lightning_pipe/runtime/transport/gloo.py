@@ -52,6 +52,7 @@ class GlooTransport:
 
     launches: Launches = "on host"
     communicator_bytes = 0
+    device: torch.device | None = None
 
     def __init__(self, *, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank

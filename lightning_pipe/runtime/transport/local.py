@@ -63,6 +63,7 @@ class LocalTransport:
 
     launches: Launches = "on host"
     communicator_bytes = 0
+    device: torch.device | None = None
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank = rank

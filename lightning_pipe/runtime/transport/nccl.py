@@ -54,6 +54,7 @@ class NcclTransport:
 
     def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
+        self.device: torch.device | None = device
         self._device = device
         self._aborted = AbortFlag()
         self._collectives = Collectives("nccl", timeout_s=timeout_s, aborted=self._aborted)

@@ -26,10 +26,12 @@ class Transport(Protocol):
     Attributes:
         rank: this rank.
         launches: how receives are launched; a program must be proved for that.
+        device: which carries out what is posted, so that the host need not wait for it; None where the host does.
     """
 
     rank: int
     launches: Launches
+    device: torch.device | None
 
     @property
     def communicator_bytes(self) -> int:

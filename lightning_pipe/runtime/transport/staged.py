@@ -26,11 +26,13 @@ class StagedTransport:
 
     Attributes:
         launches: how the transport of the device launches receives.
+        device: which carries out what is posted, but in first runs.
     """
 
     def __init__(self, device: Transport, host: Transport) -> None:
         self.rank = device.rank
         self.launches: Launches = device.launches
+        self.device = device.device
         self._device, self._host = device, host
         self._current = device
 
