@@ -169,9 +169,7 @@ class Session:
             )
         self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
         for groups in self.groups:
-            clipper = Clipper(
-                groups, weights=self.weights, control=self._links.control, device=self._device, later=self._later
-            )
+            clipper = Clipper(groups, weights=self.weights, links=self._links, device=self._device, later=self._later)
             clipper.install(self._plugin)
             self._clippers.append(clipper)
 

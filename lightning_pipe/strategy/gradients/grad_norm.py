@@ -1,4 +1,8 @@
-"""Gradient norm over all ranks, combined as `torch.nn.utils.clip_grad_norm_` does."""
+"""Gradient norm over all ranks, combined as `torch.nn.utils.clip_grad_norm_` does.
+
+Norms          known to the host
+DeviceNorms    added up on the device, where gradients are scaled by them: nobody waits for them on the host
+"""
 
 from __future__ import annotations
 
@@ -51,3 +55,28 @@ class Norms:
         rounding = max((torch.finfo(kind).eps for _, kind in found), default=0.0)
         total = math.hypot(*(float(norm) for norm, _ in found))
         return total * (1 + _ROUNDINGS * rounding) < limit  # not if it is no number
+
+
+@dataclass(frozen=True)
+class DeviceNorms:
+    """Norms of the gradients of all ranks, on a device.
+
+    Attributes:
+        norms: in float64, by parameter; 0 where there is no gradient.
+        types: element type of every parameter.
+        wait: until they are there, for what the device does from then on.
+    """
+
+    norms: torch.Tensor
+    types: tuple[torch.dtype, ...]
+    wait: Wait
+
+    def total(self) -> torch.Tensor:
+        """Return the norm of all gradients, as one device would compute it."""
+        norms = self.norms
+        if len({*self.types}) == 1:  # by one launch instead of one for each parameter
+            norms = norms.to(self.types[0])
+        elif self.types:
+            norms = torch.stack([norm.to(kind) for norm, kind in zip(norms, self.types, strict=True)])
+        total: torch.Tensor = torch.linalg.vector_norm(norms)
+        return total

@@ -56,6 +56,11 @@ class Connections:
     control: ControlPlane
     watch: GuardedWatch | Unwatched
 
+    @property
+    def on_device(self) -> Transport | None:
+        """Return what adds tensors of a device without the host; None where everything goes over the host."""
+        return None if self.transport.device is None else self.transport
+
     def close(self, *, healthy: bool = True) -> None:
         """Release everything but the watch. On all ranks, with nothing under way; after a failure, with whatever is.
 

@@ -145,12 +145,19 @@ class ControlPlane:
             raise MismatchError.of(f"rank {self.rank} for {what}, some rank for something else")
         return tensor.copy_(marked[:-1].reshape(tensor.shape))
 
-    def begin_sum(self, tensor: torch.Tensor, *, what: str) -> Wait:
-        """Begin to add the host tensors of all ranks, in place; who waits has the sum."""
+    def begin_sum(self, tensor: torch.Tensor, *, what: str, over: Transport | None = None) -> Wait:
+        """Begin to add the host tensors of all ranks, in place; who waits has the sum.
+
+        Args:
+            tensor: what this rank adds.
+            what: for errors.
+            over: adds tensors of a device instead; it has a group of all ranks.
+        """
         if self._transport is None:
             return Wait(Done(), what)
         number = self._begin()
-        return Wait(self._transport.all_reduce(tensor, group=self._everyone), what, TOGETHER, number)
+        handle = (over or self._transport).all_reduce(tensor, group=self._everyone)
+        return Wait(handle, what, TOGETHER, number)
 
     def to_first(self, value: T | None, *, source: int, what: str) -> T | None:
         """Bring an object of rank `source` to rank 0; the other ranks are not concerned and get None."""
