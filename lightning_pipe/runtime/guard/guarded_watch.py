@@ -41,6 +41,7 @@ from lightning_pipe.runtime.waiting import Wait
 _LAST_LINES = 6  # of a traceback, as much as names the user's line and the operation
 _LOOK_S = 2.0  # after which a wait beside programs asks what the others wait for, and again
 _MARGIN_S = 3.0  # after our deadline, the guard's
+_SUSPENDED_S = 10.0  # between two looks: the job was suspended, which counts for no deadline
 _MOST_WORDS = 4096  # instructions whose text is kept
 NOWHERE = "the preparation of a step"
 
@@ -134,7 +135,7 @@ class GuardedWatch:
         """Wait for a handle until the deadline; what lands after a failure may be rubbish, so the failure is raised."""
         beside = wait.kind in (PAIR, TOGETHER)
         self._met += beside
-        start = time.monotonic()
+        start = seen = time.monotonic()
         end, look = start + self.patience.deadline_s, start + _LOOK_S
         page = self.guard.page
         peer = wait.what.peer if isinstance(wait.what, (Recv, Send)) else wait.peer
@@ -146,6 +147,8 @@ class GuardedWatch:
             while not wait.handle.wait(POLL_S):
                 self.raise_failure()
                 now = time.monotonic()
+                end += now - seen if now - seen > _SUSPENDED_S else 0.0
+                seen = now
                 if now > end:
                     raise OverdueError(self._overdue(wait))
                 if beside and now > look:

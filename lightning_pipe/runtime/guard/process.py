@@ -28,6 +28,7 @@ _TICK_S = 0.1
 _BEAT_S = 0.5
 _CONNECT_S = 3.0  # for one address of the hub
 _LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
+_SUSPENDED_S = 1.0  # between two looks: more is time in which the job was suspended
 _ALL = "0.0.0.0"
 
 
@@ -66,6 +67,7 @@ class RankGuard:
         self._awake, self._last = 0.0, time.monotonic()
         self._failed_at = self._told_at = self._beat_at = self._heard_at = 0.0
         self._beats, self._beaten_at = -1, 0.0
+        self._limit, self._due = 0.0, 0.0  # the limit on the page, and when that is on the clock of this guard
         self._thread, self._used_ns, self._used_at = parent, 0, 0.0  # the rank's thread that fits, its processor time
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._channel, selectors.EVENT_READ, self._from_rank)
@@ -78,10 +80,17 @@ class RankGuard:
         while not self._is_finished():
             for key, _ in self._selector.select(_TICK_S):
                 key.data()
-            now = time.monotonic()
-            self._awake += min(now - self._last, 1.0)  # a suspended job does not age
-            self._last = now
-            self._tick()
+            self._pass(time.monotonic())
+
+    def _pass(self, now: float) -> None:
+        """Look at everything at a time of `time.monotonic`; a suspended job does not age."""
+        passed, self._last = now - self._last, now
+        self._awake += min(passed, _SUSPENDED_S)
+        limit = self._page.limit
+        if limit != self._limit:  # it may have been written before the job was suspended
+            left = limit - now if passed < _SUSPENDED_S else self._limits.deadline_s
+            self._limit, self._due = limit, self._awake + left
+        self._tick()
 
     def _is_finished(self) -> bool:
         if not self._is_over:
@@ -115,17 +124,16 @@ class RankGuard:
         beats, state, stale_s = self._page.beats, self._page.state, self._limits.stale_s
         if beats != self._beats or state.mode == IDLE:
             self._beats, self._beaten_at = beats, self._awake
-        limit = self._page.limit
         if self._awake - self._beaten_at > stale_s and is_stopped(self._parent):
             self._declare(state, f"its process has been stopped (SIGSTOP) for {stale_s:g} s", late_s=stale_s)
         elif state.mode == INSIDE and self._awake - self._beaten_at > stale_s:
             self._declare(state, f"no sign of life for {stale_s:g} s; its interpreter is blocked", late_s=stale_s)
-        elif limit and time.monotonic() > limit:
+        elif self._limit and self._awake > self._due:
             late_s = self._limits.deadline_s
             cause = f"it is still there after {late_s:g} s; the deadline is over"
             self._declare(state, f"{cause}. If that takes so long, raise deadline_s", late_s=late_s)
         else:
-            self._look_whether_idle(state, has_limit=limit > 0)
+            self._look_whether_idle(state, has_limit=self._limit > 0)
 
     def _look_whether_idle(self, state: GuardedState, *, has_limit: bool) -> None:
         """Find out whether the rank waits, where we have not made it wait: then all ranks may, so that nobody tells."""
