@@ -59,6 +59,7 @@ class Exchange:
         self._mailbox = Mailbox()
         self._sends: deque[tuple[Send, Handle]] = deque()
         self._receiving = 0  # messages that no compute has waited for
+        self._is_queued = False  # whether a device may still carry messages that were waited for
         self._program: Program | None = None
         self._sources = {
             (number, way): [(source, names) for (direction, source), names in found if direction == way]
@@ -79,7 +80,7 @@ class Exchange:
         self._recorder, self._most_messages = recorder, most_messages
         self._mailbox.clear()
         self._sends.clear()
-        self._receiving = 0
+        self._receiving, self._is_queued = 0, False
         if program is not self._program:
             self._prepare(program)
         for number, stage in self._stages.items():
@@ -100,8 +101,11 @@ class Exchange:
 
     @property
     def is_under_way(self) -> bool:
-        """Return whether a message may be under way: the last ones may have landed since this rank looked."""
-        return bool(self._sends or self._receives)
+        """Return whether a message may be under way: the last ones may have landed since this rank looked.
+
+        On a device, those that were waited for may be under way until the host has seen the device come so far.
+        """
+        return bool(self._sends or self._receiving or self._is_queued)
 
     def local(self, stage: int, microbatch: int) -> Samples:
         """Return the samples of a micro-batch that this rank's replica of a stage computes."""
@@ -117,6 +121,7 @@ class Exchange:
         self._post(send, tensors)
 
     def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
+        self._is_queued = self._transport.device is not None
         self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
 
     def _make_room(self) -> Walk[None]:
@@ -137,6 +142,7 @@ class Exchange:
         buffers, views = self._buffers(names, len(message.samples))
         handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
         self._receiving += 1
+        self._is_queued = self._transport.device is not None
         self._mailbox.put(PendingReceive(message, buffers, receive, handle, self._recorder.mark()))
 
     def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
@@ -226,6 +232,7 @@ class Exchange:
                 yield Wait(letter.handle, letter.receive)
         self._receiving = 0
         yield Wait(self._transport.reached(), "what its device was told")
+        self._is_queued = False
 
     def _expected_sends(self, program: Program, stage: int) -> Sends:
         messages = [
