@@ -13,13 +13,14 @@ the split. Then every rank combines the same pieces in the same order, in the ty
     results = Results(split, layout, transport=transport, device=device)
     collected = drive(results.collect(program, outcome.results, names, votes={"stop": 0.0}), wait=watch.wait)
 
-Where scalars travel over the host and stages run on a device, they are copied to the host between what the device does
-before and after, and the host waits for the copy when it puts results together: not for the backward behind it.
+Where results travel over the host and stages run on a device, they are copied to the host between what the device does
+before and after, and the host waits for the copy when it puts results together: not for the backward behind it. The
+pinned memory of the copies is allocated before a program runs and used again once the host has read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -91,6 +92,7 @@ class _Letter:
 
     Attributes:
         fill: writes what was copied from a device, once that has arrived.
+        pinned: memory for these copies, free again when the letter has been read.
     """
 
     places: tuple[_Place, ...]
@@ -98,6 +100,7 @@ class _Letter:
     what: str
     post: Callable[[], Handle]
     fill: Callable[[], object] = lambda: None
+    pinned: tuple[torch.Tensor, ...] = ()
 
     def posted(self) -> Wait:
         """Post it, and return what its end is waited for by."""
@@ -118,6 +121,24 @@ class _Reached:
     def landed(self) -> bool:
         """Return whether the device is there."""
         return bool(self.event.query())
+
+
+class _PinnedBuffers:
+    """Pinned memory of the host. Allocating it may wait for the whole device, so what has been read is used again."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, count: int) -> torch.Tensor:
+        """Return a buffer of at least so many bytes."""
+        large_enough = [index for index, buffer in enumerate(self._free) if buffer.numel() >= count]
+        if not large_enough:
+            return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return self._free.pop(min(large_enough, key=lambda index: self._free[index].numel()))
+
+    def leave(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Take buffers back whose copies have ended and have been read."""
+        self._free += buffers
 
 
 class Results:
@@ -149,6 +170,21 @@ class Results:
         self._carrier = carrier or device
         self._sums_on = self._carrier if sums is None else torch.device("cpu")
         self._group = everyone(layout)
+        self._pinned = _PinnedBuffers()
+
+    def prepare(self, program: Program, names: Sequence[str]) -> None:
+        """Allocate the pinned memory for the results of a program before it runs.
+
+        Args:
+            program: the program.
+            names: the outputs that will be collected.
+        """
+        places = [place for name in dict.fromkeys(names) for place in self._places(name, program)]
+        mine = [place for place in places if place.rank == self._transport.rank]
+        scalars = torch.float64.itemsize * sum(place.is_scalar for place in mine)
+        others = sum(place.byte_count for place in mine if not place.is_scalar)
+        sizes = ((scalars, self._sums_on), (others, self._carrier))
+        self._pinned.leave([self._pinned.take(size) for size, to in sizes if size and _by_copy(self._device, to)])
 
     def collect(
         self,
@@ -206,6 +242,7 @@ class Results:
         pieces: dict[str, list[ResultSlice]] = {}
         for place in places:
             pieces.setdefault(place.value.name, []).append(ResultSlice(place.microbatch, place.samples, found[place]))
+        self._pinned.leave(buffer for letter in (sums, *sent) for buffer in letter.pinned)
         values = {name: self._combined(self._split.values[name], own, program) for name, own in pieces.items()}
         counted = dict(zip(votes, numbers[len(sums.places) :].tolist(), strict=True))
         return Collected(values, {name: tuple(own) for name, own in pieces.items()}, counted)
@@ -224,37 +261,51 @@ class Results:
         slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._sums_on)
         for slot, name in enumerate(sorted(votes), start=len(places)):
             slots[slot] = votes[name]
-        mine = [slot for slot, place in enumerate(places) if place.rank == self._transport.rank]
-        numbers = [to_tensor(own[places[slot].slice], device=self._device).double() for slot in mine]
-        copied = _carried(torch.stack(numbers), self._sums_on) if numbers else None
+        mine = {i: own[place.slice] for i, place in enumerate(places) if place.rank == self._transport.rank}
+        if _by_copy(self._device, self._sums_on):
+            for slot in [slot for slot, content in mine.items() if not _is_on_device(content)]:
+                slots[slot] = to_tensor(
+                    mine.pop(slot), device=self._sums_on
+                )  # the way to the device makes the host wait
+        numbers = [to_tensor(content, device=self._device).double() for content in mine.values()]
+        copied, pinned = self._carried(torch.stack(numbers), self._sums_on) if numbers else (None, ())
 
         def fill() -> None:
             if copied is not None:
-                slots[mine] = copied
+                slots[[*mine]] = copied
 
         alone = len(self._group) == 1
         post = Done if alone else partial(self._sums.all_reduce, slots, group=self._group)
-        return _Letter(tuple(places), slots, "the results of the step", post, fill)
+        return _Letter(tuple(places), slots, "the results of the step", post, fill, pinned)
 
     def _sent(self, places: Sequence[_Place], own: Mapping[_Slice, Content]) -> tuple[_Letter, ...]:
         """Post the bytes of other tensors, one broadcast per rank that has some."""
         letters = []
         for rank in sorted({place.rank for place in places}):
-            theirs = tuple(place for place in places if place.rank == rank)
+            theirs, pinned = tuple(place for place in places if place.rank == rank), tuple[torch.Tensor, ...]()
             if rank == self._transport.rank:
                 contents = [to_tensor(own[place.slice], device=self._device) for place in theirs]
                 for place, content in zip(theirs, contents, strict=True):
                     if content.shape != place.shape:
                         found = f"{list(content.shape)} for {len(place.samples)} samples, not {list(place.shape)}"
                         raise _no_rows(place.value.name, f"one slice of it is {found}")
-                packed = torch.cat([as_bytes(content.contiguous()) for content in contents]).to(self._carrier)
+                packed = torch.cat([as_bytes(content.contiguous()) for content in contents])
+                packed, pinned = self._carried(packed, self._carrier)
             else:
                 count = sum(place.byte_count for place in theirs)
                 packed = torch.empty(count, dtype=torch.uint8, device=self._carrier)
             alone = len(self._group) == 1
             post = Done if alone else partial(self._transport.broadcast, packed, source=rank, group=self._group)
-            letters.append(_Letter(theirs, packed, f"the results of rank {rank}", post))
+            letters.append(_Letter(theirs, packed, f"the results of rank {rank}", post, pinned=pinned))
         return tuple(letters)
+
+    def _carried(self, tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return a tensor on another device, and the pinned memory that it is in; that is filled in passing."""
+        if not _by_copy(tensor.device, device):
+            return tensor.to(device), ()
+        buffer = self._pinned.take(tensor.nbytes)
+        target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return target.copy_(tensor, non_blocking=True), (buffer,)
 
     def _combined(self, value: Value, pieces: Sequence[ResultSlice], program: Program) -> Content:
         """Combine the pieces of one output, in order."""
@@ -278,8 +329,10 @@ def _no_rows(name: str, found: str) -> PipelineError:
     )
 
 
-def _carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor on another device; one of the host is filled when the device of the tensor comes to that."""
-    if tensor.device.type != "cuda" or device.type != "cpu":
-        return tensor.to(device)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _by_copy(source: torch.device, target: torch.device) -> bool:
+    """Return whether what goes from one device to another is copied through pinned memory."""
+    return source.type == "cuda" and target.type == "cpu"
+
+
+def _is_on_device(content: Content) -> bool:
+    return isinstance(content, torch.Tensor) and content.device.type != "cpu"
