@@ -23,6 +23,7 @@ from statistics import median
 
 import torch
 
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Reduction
 from lightning_pipe.errors import ClusterError
 from lightning_pipe.profiler.network.link_probe import LinkFacts
@@ -114,8 +115,7 @@ def benchmark(device: torch.device) -> float:
         start = time.perf_counter()
         torch.mm(matrix, matrix, out=product)
         torch.add(vector, vector, out=total)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish_stream(device)
         return time.perf_counter() - start
 
     with torch.no_grad():

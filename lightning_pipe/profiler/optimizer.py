@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.allocations import Allocations, highest
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.core.profile import OptimizerProfile
@@ -118,10 +119,10 @@ def _step(like: Optimizer, shapes: Sequence[tuple[int, ...]], device: torch.devi
 def _timed(optimizer: Optimizer, device: torch.device, *, others: torch.Tensor) -> float:
     """Return the seconds of a step after other memory was used, as it is in training: caches hold none of it."""
     others.zero_()
-    _finish(device)
+    finish_stream(device)
     started = time.perf_counter()
     optimizer.step()
-    _finish(device)
+    finish_stream(device)
     return time.perf_counter() - started
 
 
@@ -141,22 +142,17 @@ def _workspace(like: Optimizer, device: torch.device) -> tuple[float, float]:
 def _risen(optimizer: Optimizer, device: torch.device) -> float:
     """Return by how many bytes memory rises in a step, per byte of the first parameter."""
     if device.type == "cuda":
-        _finish(device)
+        finish_stream(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         optimizer.step()
-        _finish(device)
+        finish_stream(device)
         risen = torch.cuda.max_memory_allocated(device) - before
     else:
         with Allocations() as seen:
             optimizer.step()
         risen = highest(seen.changes)
     return risen / _parameters(optimizer)[0].nbytes
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from types import TracebackType
 import torch
 
 from lightning_pipe.capture.allocations import Allocations, highest
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.errors import OutOfMemoryError
 from lightning_pipe.freed_memory import return_freed_memory
 
@@ -45,7 +46,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            finish_stream(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._baseline = torch.cuda.memory_allocated(self._device)
         else:

@@ -55,7 +55,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Record events on the current stream; waits for the device once, to tie its clock to the epoch."""
+    """Record events on the current stream; waits for that once, to tie the device's clock to the epoch."""
 
     def __init__(self) -> None:
         self._first = _event()

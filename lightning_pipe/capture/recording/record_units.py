@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
@@ -116,7 +117,7 @@ class UnitRecorder:
             FewSamplesError: if it raises an error that the whole batch does not raise; says so in words after "since".
         """
         try:
-            with self._scene(StepRecording()), recording_tree(self.request.module, self._settle) as tree:
+            with self._scene(StepRecording()), recording_tree(self.request.module, self._finish) as tree:
                 self._call(self._leaves(0))
         except CaptureError:
             raise
@@ -296,20 +297,19 @@ class UnitRecorder:
 
         named = dict(self.request.module.named_parameters())
         hooks = [p.register_post_accumulate_grad_hook(note) for p in named.values() if p.requires_grad]
-        self._settle()
+        self._finish()
         begin = time.perf_counter()
         try:
             loss.backward()
         finally:
             for hook in hooks:
                 hook.remove()
-        self._settle()
+        self._finish()
         return time.perf_counter() - begin, frozenset(name for name, p in named.items() if id(p) in trained)
 
-    def _settle(self) -> None:
-        """Wait until the device has done what it was told."""
-        if self.request.device.type == "cuda":
-            torch.cuda.synchronize(self.request.device)
+    def _finish(self) -> None:
+        """Wait until the device has run what the step has queued."""
+        finish_stream(self.request.device)
 
     @contextlib.contextmanager
     def _scene(self, recording: StepRecording) -> Iterator[None]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.device_streams import finish_stream
+
 _STRETCH = 150  # calls that are queued at once; a queue of CUDA holds about a thousand launches
 _QUEUEING_S = 100e-6  # per call, generously: arguments, dispatch, two events
 _ROWS = 4096  # of the matrices whose product keeps the device busy
@@ -74,7 +76,7 @@ class CudaTimingClock(TimingClock):
 
     def finish(self) -> None:
         """Wait until the device has reached all marks."""
-        torch.cuda.synchronize(self._device)
+        finish_stream(self._device)
 
     def _keep_busy(self) -> None:
         torch.mm(self._matrix, self._matrix, out=self._product)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.program import Step, VerifiedProgram
 from lightning_pipe.core.timeline import Event, Timeline
@@ -61,8 +62,7 @@ class _Clock:
     marks: list[float] = field(default_factory=list)
 
     def mark(self, *_: Any) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        finish_stream(self.device)
         self.marks.append(time.time())
 
 

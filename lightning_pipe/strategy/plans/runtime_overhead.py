@@ -25,6 +25,7 @@ from statistics import fmean
 
 import torch
 
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram, Value
 from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Edge, Layout, Pass, Send, Traffic
 from lightning_pipe.core.timeline import Timeline
@@ -146,8 +147,7 @@ class _Layer:
         made = torch.nn.functional.conv2d(self._images, self._kernel, padding=1)
         for _ in range(_ROUNDS):
             made = torch.relu(made).add(self._images).mul(0.5)
-        if made.is_cuda:
-            torch.cuda.synchronize(made.device)
+        finish_stream(made.device)
 
 
 def chain_traffic(stages: int, bytes_per_sample: int) -> Traffic:
