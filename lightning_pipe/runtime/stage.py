@@ -207,8 +207,9 @@ class Stage:
 
     def _leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
         """Return what `evict` takes away of a micro-batch."""
-        wanted = self._awaited(microbatch) & self.program.offloaded
-        return {n: content for n, content in self._held[microbatch].items() if n in wanted and _is_dense(content)}
+        wanted, device = self._awaited(microbatch) & self.program.offloaded, self._state.device
+        held = self._held[microbatch].items()
+        return {name: content for name, content in held if name in wanted and _can_leave(content, device)}
 
     def fetch(self, microbatch: int) -> None:
         """Start to copy back what was evicted."""
@@ -450,8 +451,11 @@ def gradients_due(program: StageProgram, kind: str) -> dict[str, list[str]]:
     return {canonical: names for canonical, names in names_of.items() if (kind == "I") == early.issuperset(names)}
 
 
-def _is_dense(content: Content) -> TypeGuard[torch.Tensor]:
-    return isinstance(content, torch.Tensor) and content.layout == torch.strided
+def _can_leave(content: Content, device: torch.device) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is dense and on the device; seeds of attention, for one, are on the host already."""
+    if not isinstance(content, torch.Tensor) or content.layout != torch.strided:
+        return False
+    return content.device.type == device.type
 
 
 def slices_of(leaves: Iterable[Content]) -> Slices:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lightning_pipe.capture.steps.stage_program import Half, RandomKey, StageProgram
 from lightning_pipe.runtime.activations.away import send_away
+from lightning_pipe.runtime.activations.cuda import PinnedHost
 from lightning_pipe.runtime.activations.plain import FileHost
-from lightning_pipe.runtime.activations.protocol import StorageRange
+from lightning_pipe.runtime.activations.protocol import HostStore, StorageRange
 from lightning_pipe.runtime.activations.trip import trip_s
+from lightning_pipe.runtime.stage import Slice, Stage, State, slices_of
+from runtime.fake_cuda import DEVICE, FakeCuda
 
 FOREVER_S = 60.0
 
@@ -114,3 +120,70 @@ def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(host, monkeypatch)
 
 def test_a_trip_is_timed(host):
     assert trip_s(host, 1 << 16, device=torch.device("cpu")) > 0
+
+
+def given_back(stage_on: torch.device, batch: torch.Tensor, host: HostStore) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the seed and the part of the batch that a backward is given, which were offloaded after F."""
+    given: list[torch.Tensor] = []
+
+    def forward(samples: int, key: RandomKey, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.tensor(7), x[:, 1:].t()
+
+    def backward(samples: int, key: RandomKey, *saved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given.extend(saved)
+        return ()
+
+    names = ("seed", "part")
+    program = StageProgram(
+        stage=0,
+        parameters={},
+        buffers={},
+        leaves={"x": 0},
+        tangents=(),
+        forward=Half(("x",), names, forward),
+        input_grad=Half(names, (), backward),
+        weight_grad=None,
+        receives={},
+        sends={},
+        mutations={},
+        gradients={},
+        results=(),
+        offloaded=frozenset(names),
+    )
+    stage, slice_ = Stage(program, {}, state=State({}, {}, stage_on)), Slice(2, RandomKey(0, 0, 0), 1.0, 1.0)
+    stage.begin(Counter(), training=True)
+    leaf = batch[2:4]
+    stage.load(0, {0: leaf})
+    stage.compute("F", 0, slice_)
+    parcel = stage.evict(0, host, slices_of([leaf]))
+    assert parcel.left.wait(FOREVER_S)
+    stage.vacate(0)
+    stage.fetch(0)
+    assert parcel.returned.wait(FOREVER_S)
+    stage.compute("I", 0, slice_)
+    seed, part = given
+    return seed, part
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    with FakeCuda() as made:
+        yield made
+
+
+def test_what_was_on_the_host_stays_there_and_views_of_the_batch_come_back_as_they_were(fake: FakeCuda) -> None:
+    """Seeds of attention came back on the device, where a kernel that reads them on the host finds no memory."""
+    batch = torch.arange(40.0, device=DEVICE).reshape(10, 4)
+    wanted = batch[2:4, 1:].t()
+    seed, part = given_back(DEVICE, batch, PinnedHost(DEVICE))
+    assert (seed.device, seed.dtype, seed.item()) == (torch.device("cpu"), torch.int64, 7)
+    assert (part.device, part.dtype, part.stride()) == (DEVICE, wanted.dtype, wanted.stride())
+    assert part.data_ptr() != wanted.data_ptr()
+    assert part.tolist() == wanted.tolist()
+
+
+def test_nothing_of_the_host_leaves_a_stage_of_another_device(host: FileHost) -> None:
+    batch = torch.arange(40.0).reshape(10, 4)
+    seed, part = given_back(torch.device("meta"), batch, host)
+    assert (seed.device, seed.item()) == (torch.device("cpu"), 7)
+    assert part.data_ptr() == batch[2:4, 1:].data_ptr()
