@@ -122,9 +122,11 @@ def test_a_trip_is_timed(host):
     assert trip_s(host, 1 << 16, device=torch.device("cpu")) > 0
 
 
-def given_back(stage_on: torch.device, batch: torch.Tensor, host: HostStore) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the seed and the part of the batch that a backward is given, which were offloaded after F."""
-    given: list[torch.Tensor] = []
+ONE_SLICE = Slice(2, RandomKey(0, 0, 0), 1.0, 1.0)
+
+
+def offloading_stage(device: torch.device, given: list[torch.Tensor]) -> Stage:
+    """Return a stage that offloads a number of the host and a part of the batch; its backward adds them to `given`."""
 
     def forward(samples: int, key: RandomKey, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.tensor(7), x[:, 1:].t()
@@ -150,17 +152,23 @@ def given_back(stage_on: torch.device, batch: torch.Tensor, host: HostStore) -> 
         results=(),
         offloaded=frozenset(names),
     )
-    stage, slice_ = Stage(program, {}, state=State({}, {}, stage_on)), Slice(2, RandomKey(0, 0, 0), 1.0, 1.0)
+    return Stage(program, {}, state=State({}, {}, device))
+
+
+def given_back(stage_on: torch.device, batch: torch.Tensor, host: HostStore) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number and the part of the batch that a backward is given, which were offloaded after F."""
+    given: list[torch.Tensor] = []
+    stage = offloading_stage(stage_on, given)
     stage.begin(Counter(), training=True)
     leaf = batch[2:4]
     stage.load(0, {0: leaf})
-    stage.compute("F", 0, slice_)
+    stage.compute("F", 0, ONE_SLICE)
     parcel = stage.evict(0, host, slices_of([leaf]))
     assert parcel.left.wait(FOREVER_S)
     stage.vacate(0)
     stage.fetch(0)
     assert parcel.returned.wait(FOREVER_S)
-    stage.compute("I", 0, slice_)
+    stage.compute("I", 0, ONE_SLICE)
     seed, part = given
     return seed, part
 

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import queue
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,15 +21,21 @@ from typing import Any
 import pytest
 import torch
 
+from capture.test_recorded_pieces import Stage as RecordedStage
+from capture.test_recorded_pieces import any_order
 from lightning_pipe.capture.steps.stage_program import Split, Value
-from lightning_pipe.core.program import Layout, Program, Samples, Traffic
+from lightning_pipe.core.program import Compute, Evict, Fetch, Layout, Program, Samples, Traffic, Vacate
+from lightning_pipe.runtime.activations.cuda import PinnedHost
 from lightning_pipe.runtime.activations.protocol import StorageRange
 from lightning_pipe.runtime.job import ResultSlice
+from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive
 from runtime.fake_cuda import DEVICE, FakeCuda
+from runtime.test_offload import ONE_SLICE, offloading_stage
 
 OFFLOAD = "lightning_pipe.runtime.activations.cuda"
+OFFLOADS = "lightning_pipe.runtime.activations.offloads"
 RECORDER = "lightning_pipe.capture.stages.cuda_recorder"
 RESULTS = "lightning_pipe.runtime.exchanges.results"
 GLOO = "lightning_pipe.runtime.transport.gloo"
@@ -36,7 +43,7 @@ FOREVER_S = 5.0
 SIZE = 8
 
 Law = Callable[[ModuleType, FakeCuda], None]
-LAWS: dict[str, list[Law]] = {OFFLOAD: [], RECORDER: [], RESULTS: [], GLOO: []}
+LAWS: dict[str, list[Law]] = {OFFLOAD: [], OFFLOADS: [], RECORDER: [], RESULTS: [], GLOO: []}
 
 
 def law_of(name: str) -> Callable[[Law], Law]:
@@ -150,6 +157,36 @@ def what_is_tried_or_recorded_runs_in_turn_with_the_current_stream(module: Modul
         given.copy_(made(turn))
         (result,) = launch()
         assert is_made(result * 1, turn + 1)
+
+
+@law_of(RECORDER)
+def recorded_pieces_have_the_values_of_their_kernels_in_any_order(module: ModuleType, fake: FakeCuda) -> None:
+    stage = RecordedStage(module.CudaRecorder(DEVICE))
+    for kind, microbatch in any_order(3, 2, seed=0):
+        stage.run(kind, microbatch)
+        made(-100.0)
+    for microbatch in range(3):
+        stage.assert_right(microbatch)
+
+
+@law_of(OFFLOADS)
+def backwards_find_what_was_offloaded(module: ModuleType, fake: FakeCuda) -> None:
+    given: list[torch.Tensor] = []
+    stage = offloading_stage(DEVICE, given)
+    offloads = module.Offloads({0: stage}, PinnedHost(DEVICE))
+    offloads.begin(Recorder(0, None))
+    for turn in range(2):
+        stage.begin(Counter(), training=True)
+        stage.load(0, {0: made(turn).reshape(2, -1)})
+        stage.compute("F", 0, ONE_SLICE)
+        offloads.evict(Evict(0, 0), {})
+        drive(offloads.vacate(Vacate(0, 0)), wait=lambda pending: awaited(pending.handle))
+        made(-100.0)
+        offloads.fetch(Fetch(0, 0))
+        made(-200.0)
+        drive(offloads.collect(Compute(0, "I", 0)), wait=lambda pending: awaited(pending.handle))
+        stage.compute("I", 0, ONE_SLICE)
+        assert given.pop().t().tolist() == [[1.0 + turn, 2.0 + turn, 3.0 + turn], [5.0 + turn, 6.0 + turn, 7.0 + turn]]
 
 
 def scalar(name: str) -> Value:
@@ -325,6 +362,12 @@ MUTANTS = [
     Mutant(OFFLOAD, "copy.wait(0.0)"),
     Mutant(OFFLOAD, "self._out.synchronize()"),
     Mutant(OFFLOAD, "self._back.synchronize()"),
+    Mutant(
+        OFFLOADS,
+        "yield Wait(self._parcels[work.stage, work.microbatch].left, Evict(work.stage, work.microbatch))",
+        "yield from ()",
+    ),
+    Mutant(OFFLOADS, "yield Wait(parcel.returned, Fetch(compute.stage, compute.microbatch))", "yield from ()"),
     Mutant(RECORDER, "self._stream.wait_stream(current)"),
     Mutant(RECORDER, "current.wait_stream(self._stream)"),
     Mutant(RESULTS, "event.record(torch.cuda.current_stream(self._device))"),
