@@ -72,11 +72,6 @@ class Stream:
         position = stream.queued
         self.fake.launch(lambda: stream.run(position), self)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or torch.cuda.Event()
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.fake.host_waits("Stream.synchronize", self, self.queued)
 
@@ -97,9 +92,6 @@ class Event:
 
     def _reach(self) -> None:
         self._tick = self.fake.tick
-
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.fake.current).wait_event(self)
 
     def query(self) -> bool:
         """Return whether the device is there; if it is not, it is when the host looks again."""
