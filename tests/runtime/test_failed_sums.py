@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from lightning_pipe.runtime.guard.watch import Patience, PeerFailure
 from lightning_pipe.runtime.transport.local import Hub, LocalTransport
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Done, Handle
-from ranks.pipelines import Case, capture_of, executor_of, job_of, module_of, program_of, split_of
+from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.steps.runner import Runner
+from ranks.pipelines import CPU, Case, capture_of, executor_of, job_of, module_of, program_of, split_of
 from runtime.guards import Aborted, Told
 
 CASE = Case("Chain", ((0, 1),), cuts=())  # two replicas, of which the second fails
@@ -40,7 +45,8 @@ class Trained:
         self.parameters, self.steps = list(module.parameters()), 0
         self.program = program_of(CASE, split)
         self.watch = GuardedWatch(guard, rank=0, ranks=2, patience=Patience(parting_s=0.1))  # type: ignore[arg-type]
-        self.executor = executor_of(CASE, module, capture, split, Sums(handle), self.step)
+        self.transport = Sums(handle)
+        self.executor = executor_of(CASE, module, capture, split, self.transport, self.step)
 
     def step(self) -> None:
         self.steps += 1
@@ -80,6 +86,13 @@ def test_no_parameters_step_with_sums_that_were_left_and_end_after_a_failure_was
     trained.executor._gradients._piece_bytes = 1
     handles += [Aborted(guard)] * len(trained.parameters)
     trained.run(leave_sums=True)
+    control = ControlPlane(None, rank=0, ranks=1, wait=trained.watch.wait)
+    links: Any = Connections(trained.transport, control, trained.watch)
+    runner = Runner(
+        links, weights=Weights(module_of(CASE), control), later=None, cuts_as_told=False, batch_dim=0, device=CPU
+    )
+    leaving: Any = trained
+    runner._leaving = leaving
     with pytest.raises(PeerFailure, match="Rank 1 failed at 1F0 of step 7"):
-        trained.executor.land(trained.step, among=trained.parameters, wait=trained.watch.wait)
+        runner.land(trained.step, among=trained.parameters)
     assert trained.steps == 1, "that of the executor, with the first sum"

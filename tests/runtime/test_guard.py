@@ -238,6 +238,14 @@ def test_what_lands_after_a_failure_is_not_taken_for_data(guard: Told, watch: Gu
         watch.wait(Wait(Aborted(guard), RECEIVE))
 
 
+def test_what_all_ranks_exchanged_beside_a_program_holds_though_another_has_failed_since(
+    guard: Told, watch: GuardedWatch
+):
+    """Where all ranks raise one error by what they exchanged, each raises it as its own, also the one that is last."""
+    watch.wait(Wait(Aborted(guard), "the plan", TOGETHER))
+    assert guard.failure is not None and guard.page.state.waits == 0
+
+
 def test_the_deadline_names_what_the_other_rank_does(guard: Told, watch: GuardedWatch):
     guard.states[1] = GuardedState(OUTSIDE, 7, "STEP")
     expected = r"stage 0, micro-batch 2, direction F from rank 1 .* 0\.5 s; rank 1 is outside a program, after STEP"

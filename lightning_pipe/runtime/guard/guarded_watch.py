@@ -132,7 +132,7 @@ class GuardedWatch:
         self.raise_failure()
 
     def wait(self, wait: Wait) -> None:
-        """Wait for a handle until the deadline; what lands after a failure may be rubbish, so the failure is raised."""
+        """Wait for a handle until the deadline; in a program, what lands after a failure may be rubbish: raise that."""
         beside = wait.kind in (PAIR, TOGETHER)
         self._met += beside
         start = seen = time.monotonic()
@@ -157,7 +157,8 @@ class GuardedWatch:
             raise
         except RuntimeError as error:
             raise self._disconnected(wait, error) from None
-        self.raise_failure()
+        if self._depth and not beside:
+            self.raise_failure()
         if self._is_limited:
             self._note()
         page.wait(NO_WAIT)

@@ -275,9 +275,15 @@ class Runner:
     def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor]) -> None:
         """Wait for the sums that the last run has left; arguments as of `Executor.land`."""
         leaving, self._leaving = self._leaving, None
+        watch = self._links.watch
+
+        def look_and_step() -> None:
+            watch.raise_failure()
+            step()
+
         if leaving is not None:
-            with self._links.watch.limited("the sums of gradients"):
-                leaving.executor.land(step, among=among, wait=self._links.watch.wait)
+            with watch.limited("the sums of gradients"):
+                leaving.executor.land(look_and_step, among=among, wait=watch.wait)
 
     def _rolling_back(self) -> MilestoneHandlers:
         """Return what confirms the optimizer step before, and what takes it and the state of this one back."""
