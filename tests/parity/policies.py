@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,9 +20,6 @@ from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
-from lightning_pipe.runtime.activations.offload_sizes import pieces_at_once
-from lightning_pipe.runtime.activations.plain import FileHost
-from lightning_pipe.runtime.activations.protocol import StorageRange
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
@@ -36,40 +30,12 @@ from parity.training import BATCH, CPU, SEED, captured, loader, problem_of
 
 @dataclass
 class Ran:
-    """What one step left on all ranks: losses, gradients, buffers, and bytes kept after every instruction.
-
-    Attributes:
-        away: by rank, how many pieces of each size were on the host at once, at most.
-        foreseen: the same, as known before.
-    """
+    """What one step left on all ranks: losses, gradients, buffers, and bytes kept after every instruction."""
 
     losses: list[torch.Tensor]
     gradients: list[dict[str, torch.Tensor]]
     buffers: list[dict[str, torch.Tensor]]
     saved: list[list[int]]
-    away: list[Counter[int]]
-    foreseen: list[Counter[int]]
-
-
-class CountingHost(FileHost):
-    """A host that counts the pieces that it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now, self.most = Counter[int](), Counter[int]()
-
-    def take(self, pieces: Sequence[StorageRange]) -> Any:
-        sizes, parcel = Counter(piece.size for piece in pieces), super().take(pieces)
-        self._now += sizes
-        self.most |= self._now
-        fetch = parcel.fetch
-
-        def fetched() -> None:
-            self._now -= sizes
-            fetch()
-
-        vars(parcel)["fetch"] = fetched
-        return parcel
 
 
 def swapping_problem(name: str, *, layout: str, schedule: str, microbatches: int, dropout: float) -> Problem:
@@ -119,9 +85,8 @@ def run(judged: Judged, name: str, problem: Problem, *, dropout: float) -> Ran:
     split, hub = capture.split(judged.cuts, policies=policies, exact_ties=False), Hub()
     modules = [make_module(name, dropout=dropout).train() for _ in range(layout.ranks)]
     states = [State(dict(m.named_parameters(remove_duplicate=False)), dict(m.named_buffers()), CPU) for m in modules]
-    hosts = [CountingHost() for _ in states]
     executors = [
-        Executor(split, layout, state=s, transport=hub.endpoint(r), loss=capture.record.loss, host=hosts[r])
+        Executor(split, layout, state=s, transport=hub.endpoint(r), loss=capture.record.loss)
         for r, s in enumerate(states)
     ]
     tensors, structure = flatten(loader(name)[0])
@@ -135,8 +100,6 @@ def run(judged: Judged, name: str, problem: Problem, *, dropout: float) -> Ran:
         [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in modules],
         [copy.deepcopy(dict(m.named_buffers())) for m in modules],
         [[held for _, held in outcome.memory] for outcome in outcomes],
-        [host.most for host in hosts],
-        [pieces_at_once(judged.program, split.stages, rank=rank) for rank in range(layout.ranks)],
     )
 
 

@@ -46,7 +46,6 @@ def check(
     ran = run(judged, name, problem, dropout=0.2)
     check_same(ran, keeping(name, layout, schedule, join), tolerance=tolerance)
     check_saved(ran, judged)
-    assert ran.away == ran.foreseen, "pinned memory is allocated before a program"
 
 
 CASES = [(name, mixture) for name in NAMES for mixture in MIXTURES]

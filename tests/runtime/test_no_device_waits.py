@@ -25,8 +25,6 @@ from lightning_pipe.capture.steps.stage_program import Split, StageProgram
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.program import Instruction, VerifiedProgram
-from lightning_pipe.runtime.activations.cuda import PinnedHost
-from lightning_pipe.runtime.activations.offload_sizes import pieces_at_once
 from lightning_pipe.runtime.exchanges.results import Collected, Results
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.job import BatchInput
@@ -72,10 +70,7 @@ class Rank:
         state = State(dict(self.module.named_parameters()), dict(self.module.named_buffers()), DEVICE)
         transport = hub.endpoint(rank)
         self.names = [*split.owners]
-        self._split, self._host = split, PinnedHost(DEVICE)
-        self.executor = Executor(
-            split, case.layout, state=state, transport=transport, loss=loss, step=self._step, host=self._host
-        )
+        self.executor = Executor(split, case.layout, state=state, transport=transport, loss=loss, step=self._step)
         self.results = Results(
             split, case.layout, transport=transport, device=DEVICE, carrier=HOST, sums=hub.endpoint(rank)
         )
@@ -84,7 +79,6 @@ class Rank:
         """Run a program and collect its results, which are told in the middle."""
         self.calls, self.has_begun, self.has_stepped = [], False, False
         self.results.prepare(program, self.names)
-        self._host.reserve(pieces_at_once(program, self._split.stages, rank=self.executor.rank))
         told: list[Walk[Collected]] = []
 
         def publish(pieces: Any) -> None:
@@ -209,11 +203,12 @@ def test_nor_does_one_whose_launches_are_recorded_while_it_runs(early: set[int])
 
 @pytest.mark.parametrize("early", EARLY.values(), ids=EARLY)
 def test_nor_does_one_that_offloads(early: set[int]) -> None:
+    """Once its pinned memory is there."""
     case = Case("Chain", ((0,), (1,), (2,)), sizes=(1,) * 6)
     capture, split = captured(case)
     policies = [ActivationPolicy(offloaded=read_later(stage)) for stage in split.stages]
     cuts = tuple(capture.graph.position(at) for at in case.cuts)
-    assert_nothing_waits(case, early, record=True, split=capture.split(cuts, policies=policies))
+    assert_nothing_waits(case, early, record=True, split=capture.split(cuts, policies=policies), programs=2)
 
 
 def read_later(stage: StageProgram) -> tuple[str, ...]:

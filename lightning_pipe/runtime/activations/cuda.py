@@ -6,14 +6,13 @@
     back    waits for the compute stream at `fetch`, whose memory it fills, and for the end of the way out
     use     the compute stream waits for the end of the way back; the host never waits
 
-Pinned buffers are allocated before a program where their sizes are known, since an allocation may wait for the whole
-device. They are kept by size, and used again behind the copy that has read them.
+Pinned buffers are kept by size and used again behind the copy that has read them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +59,6 @@ class PinnedHost:
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[_Pinned]] = defaultdict(list)
 
-    def reserve(self, pieces: Mapping[int, int]) -> None:
-        """Allocate the buffers that are missing."""
-        for size, count in pieces.items():
-            missing = count - len(self._free[size])
-            self._free[size] += [_Pinned(_new_buffer(size), None) for _ in range(missing)]
-
     def take(self, pieces: Sequence[StorageRange]) -> _PinnedParcel:
         """Start to copy pieces to the host."""
         return _PinnedParcel(self, pieces)
@@ -110,7 +103,7 @@ class PinnedHost:
     def _pinned(self, size: int) -> torch.Tensor:
         """Return a buffer; the way out waits for the copy that has used it."""
         if not self._free[size]:
-            return _new_buffer(size)
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         found = self._free[size].pop(0)
         if found.used is not None:
             self._out.wait_event(found.used)
@@ -154,10 +147,6 @@ class _PinnedParcel:
             copy.wait(0.0)
         self._host.leave(self._buffers, self.left.end)
         self._buffers, self._contents = [], []
-
-
-def _new_buffer(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _event() -> torch.cuda.Event:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO, cast
 
 import torch
@@ -115,9 +115,6 @@ class FileHost:
         self._end = 0
         self._free: dict[int, list[int]] = defaultdict(list)  # size -> places in the file
         self._lock = threading.Lock()
-
-    def reserve(self, pieces: Mapping[int, int]) -> None:
-        """Do nothing: a file grows."""
 
     def take(self, pieces: Sequence[StorageRange]) -> _FileParcel:
         """Start to write pieces to the file."""

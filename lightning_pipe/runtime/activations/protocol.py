@@ -1,6 +1,5 @@
 """The host of offloaded tensors, whatever it keeps them in.
 
-    host.reserve(pieces)            makes room before a program runs, where the number of pieces of each size is known
     parcel = host.take(pieces)      starts the way out
     Wait(parcel.left, ...)          until the pieces are on the host; the caller drops them then
     parcel.fetch()                  starts the way back, which waits for the end of the way out
@@ -15,7 +14,7 @@ the caller who decides when their memory is free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,10 +78,6 @@ class Parcel(Protocol):
 
 class HostStore(Protocol):
     """Keep pieces."""
-
-    def reserve(self, pieces: Mapping[int, int]) -> None:
-        """Make room for so many pieces of each size, in bytes; none is away."""
-        ...
 
     def take(self, pieces: Sequence[StorageRange]) -> Parcel:
         """Start the way out."""

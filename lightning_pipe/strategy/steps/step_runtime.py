@@ -26,7 +26,6 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.runtime.activations.offload_sizes import pieces_at_once
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.agree import disagreements
 from lightning_pipe.runtime.exchanges.groups import bucket_group, connect
@@ -88,8 +87,7 @@ class RankStep:
         self.capture, self.split = captured.capture, split
         self.names = exchanged(captured.capture)
         self.captured = captured
-        self._plan, self._links, self._weights = plan, links, weights
-        self._device, self._host = device, host
+        self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
         self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
@@ -179,7 +177,6 @@ class RankStep:
             with self._links.watch.opening("the connections of a program"):
                 connect(self._links.transport, [program])
             self.results.prepare(program, self.names)
-            self._host.reserve(pieces_at_once(program, self.split.stages, rank=self._links.control.rank))
             self._programs[key] = program
         return self._programs[key]
 
