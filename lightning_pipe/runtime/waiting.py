@@ -8,7 +8,6 @@ A walk is a generator that yields `Wait`s and returns its result.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
@@ -17,7 +16,6 @@ from lightning_pipe.core.program import Instruction
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.failure import MESSAGE
 
-_LOOK_S = 0.0005  # between two looks at a device
 _PATIENCE_S = 1.0  # of one wait for what will end
 
 
@@ -59,28 +57,6 @@ class Done:
     def landed(self) -> bool:
         """Return True."""
         return True
-
-
-@dataclass(frozen=True)
-class Landing:
-    """A handle that is done when another one has really landed."""
-
-    handle: Handle
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long until the other handle has landed."""
-        end = time.monotonic() + timeout_s
-        if not self.handle.wait(timeout_s):  # some move only while they are waited for
-            return False
-        while not self.handle.landed():
-            if time.monotonic() > end:
-                return False
-            time.sleep(_LOOK_S)
-        return True
-
-    def landed(self) -> bool:
-        """Return whether the other handle has landed."""
-        return self.handle.landed()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lightning_pipe.runtime.transport import same_host
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
 from lightning_pipe.runtime.transport.same_host import MESSAGES, Passage
-from lightning_pipe.runtime.waiting import Handle, Landing
+from lightning_pipe.runtime.waiting import Handle
 from ranks.world import Raised, World
 
 BYTES = torch.uint8
@@ -333,7 +333,7 @@ def land_without_a_compute_that_asks() -> bool:
     rank, peer = dist.get_rank(), 1 - dist.get_rank()
     transport = transport_between(2, [(0, 1), (1, 0)])
     buffers = [torch.zeros(n, dtype=BYTES) for n in SIZES]
-    receives = [Landing(transport.receive([buffer], peer=peer)) for buffer in buffers]
+    receives = [transport.receive([buffer], peer=peer) for buffer in buffers]
     sends = [transport.send([content(n, seed=n + rank)], peer=peer) for n in SIZES]
     for handle in (*receives, *sends):
         settle(handle)

@@ -15,7 +15,7 @@ the split. Then every rank combines the same pieces in the same order, in the ty
 
 Where results travel over the host and stages run on a device, they are copied to the host between what the device does
 before and after, and the host waits for the copy when it puts results together: not for the backward behind it. The
-pinned memory of the copies is allocated before a program runs and used again once the host has read it.
+pinned memory of the copies is used again once the host has read it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tens
 from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.transport.collectives import as_bytes
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.waiting import Done, Handle, Landing, Wait, Walk
+from lightning_pipe.runtime.waiting import Done, Handle, Wait, Walk
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class _Reached:
     event: torch.cuda.Event
 
     def wait(self, timeout_s: float) -> bool:
-        """Return that work queued from now on comes after it."""
+        """Wait for the device, whatever the time-out: the guard keeps to deadlines, and an abort ends the wait."""
+        self.event.synchronize()
         return True
 
     def landed(self) -> bool:
@@ -172,20 +173,6 @@ class Results:
         self._group = everyone(layout)
         self._pinned = _PinnedBuffers()
 
-    def prepare(self, program: Program, names: Sequence[str]) -> None:
-        """Allocate the pinned memory for the results of a program before it runs.
-
-        Args:
-            program: the program.
-            names: the outputs that will be collected.
-        """
-        places = [place for name in dict.fromkeys(names) for place in self._places(name, program)]
-        mine = [place for place in places if place.rank == self._transport.rank]
-        scalars = torch.float64.itemsize * sum(place.is_scalar for place in mine)
-        others = sum(place.byte_count for place in mine if not place.is_scalar)
-        sizes = ((scalars, self._sums_on), (others, self._carrier))
-        self._pinned.leave([self._pinned.take(size) for size, to in sizes if size and _by_copy(self._device, to)])
-
     def collect(
         self,
         program: Program,
@@ -216,7 +203,7 @@ class Results:
         else:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-            under_way = Landing(_Reached(event))
+            under_way = _Reached(event)
         return self._collected(program, places, sums, sent, sorted(votes or {}), under_way)
 
     def _collected(

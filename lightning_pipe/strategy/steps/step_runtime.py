@@ -176,7 +176,6 @@ class RankStep:
                 self._compiled.compile_for(program, control=self._links.control)
             with self._links.watch.opening("the connections of a program"):
                 connect(self._links.transport, [program])
-            self.results.prepare(program, self.names)
             self._programs[key] = program
         return self._programs[key]
 
