@@ -149,13 +149,13 @@ class FakeCuda:
         self._pinned: dict[int, torch.Tensor] = {}
         self._free: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
         self._sync_mode = 0
-        self._here = threading.local()
+        self._of_thread = threading.local()
 
     @property
     def current(self) -> Stream:
         """Return the current stream of this thread."""
-        found: Stream = getattr(self._here, "stream", self.streams[0])
-        return found
+        stream: Stream = getattr(self._of_thread, "stream", self.streams[0])
+        return stream
 
     def launch(self, task: Callable[[], object], stream: Stream | None = None) -> None:
         """Queue work on a stream, by default the current one; early streams run."""
@@ -184,11 +184,11 @@ class FakeCuda:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Make a stream the current one."""
-        outer, self._here.stream = self.current, stream
+        outer, self._of_thread.stream = self.current, stream
         try:
             yield
         finally:
-            self._here.stream = outer
+            self._of_thread.stream = outer
 
     def allocate(self, count: int, *, pinned: bool = False) -> torch.Tensor:
         """Return bytes of new memory, of the device or pinned."""
@@ -215,7 +215,7 @@ class FakeCuda:
             self.streams[pool].push(lambda: raw.fill_(POISON))
         self._free[pool, count].append(raw)
 
-    def is_here(self, tensor: torch.Tensor) -> bool:
+    def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on the device."""
         return tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in self._blocks
 
@@ -244,23 +244,23 @@ class FakeCuda:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Copy, as `Tensor.copy_` does."""
-        comes, goes = self.is_here(target), self.is_here(source)
+        comes, goes = self.is_on_device(target), self.is_on_device(source)
         pinned = (source if comes else target).untyped_storage().data_ptr() in self._pinned
-        there = self.alias(target)
-        here = self.alias(source) if goes or pinned else source.clone()
-        self.launch(lambda: there.copy_(here))
+        written = self.alias(target)
+        read = self.alias(source) if goes or pinned else source.clone()
+        self.launch(lambda: written.copy_(read))
         if comes != goes and not (non_blocking and (pinned or comes)):
             self.host_waits("a copy", self.current, self.current.queued)
         return target
 
     def moved(self, tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
         """Return a tensor on a device, or as it is if it is there."""
-        to_here = device.type == "cuda"
-        if to_here == self.is_here(tensor):
+        to_device = device.type == "cuda"
+        if to_device == self.is_on_device(tensor):
             return tensor
         with _as_it_is():
             form = torch.empty_like(tensor, device="meta")
-            target = self.empty_like(form) if to_here else torch.empty_like(form, device="cpu")
+            target = self.empty_like(form) if to_device else torch.empty_like(form, device="cpu")
             return self.copy(target, tensor, non_blocking)
 
     def at(self, address: int, count: int) -> torch.Tensor:
@@ -287,10 +287,10 @@ class FakeCuda:
         }.items():
             self._exit.enter_context(mock.patch.object(torch.cuda, name, put))
         device = torch.Tensor.device
-        where = property(lambda tensor: DEVICE if self.is_here(tensor) else device.__get__(tensor))
+        where = property(lambda tensor: DEVICE if self.is_on_device(tensor) else device.__get__(tensor))
         on_device = property(lambda storage: DEVICE if storage.data_ptr() in self._blocks else torch.device("cpu"))
         self._exit.enter_context(mock.patch.object(torch.Tensor, "device", where))
-        self._exit.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(self.is_here)))
+        self._exit.enter_context(mock.patch.object(torch.Tensor, "is_cuda", property(self.is_on_device)))
         self._exit.enter_context(mock.patch.object(torch.UntypedStorage, "device", on_device))
         self._exit.enter_context(_Launches(self))
         self._exit.enter_context(_Arguments(self))
@@ -325,7 +325,7 @@ class _Arguments(TorchFunctionMode):
         if torch.device(kwargs.get("device") or "cpu").type != "cuda":
             return func(*args, **kwargs)
         made = func(*args, **kwargs | {"device": "cpu"})
-        if fake.is_here(made):
+        if fake.is_on_device(made):
             return made
         if func.__name__.startswith("empty"):
             return fake.empty_like(made)
@@ -347,13 +347,13 @@ class _Launches(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         returns = func._schema.returns
         with _as_it_is():
-            is_here = [fake.is_here(tensor) for tensor in tensors]
+            places = [fake.is_on_device(tensor) for tensor in tensors]
             is_view = any(out.alias_info for out in returns) and not func._schema.is_mutable
-            if not any(is_here) or is_view or func.overloadpacket is _aten.set_:
+            if not any(places) or is_view or func.overloadpacket is _aten.set_:
                 return func(*args, **kwargs)
             if func is _aten.copy_.default:
                 return fake.copy(*args, **kwargs)
-            if any(not here and tensor.dim() for here, tensor in zip(is_here, tensors, strict=True)):
+            if any(not is_on_device and tensor.dim() for is_on_device, tensor in zip(places, tensors, strict=True)):
                 raise RuntimeError(f"{func}: expected all tensors to be on the same device")
             given, options = tree_map_only(torch.Tensor, self._given, (args, kwargs))
             if _READS.intersection(func.tags):
@@ -364,16 +364,16 @@ class _Launches(TorchDispatchMode):
                 return kwargs.get("out", args[0])
             forms = func(*tree_map_only(torch.Tensor, _meta, args), **_on_meta(kwargs))
             made = tree_map_only(torch.Tensor, fake.empty_like, forms)
-            targets = [fake.alias(one) for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+            targets = [fake.alias(leaf) for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
             fake.launch(lambda: _fill(targets, func(*given, **options)))
             return made
 
     def _given(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._fake.alias(tensor) if self._fake.is_here(tensor) else tensor.clone()
+        return self._fake.alias(tensor) if self._fake.is_on_device(tensor) else tensor.clone()
 
 
 def _fill(targets: Sequence[torch.Tensor], made: Any) -> None:
-    contents = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+    contents = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
     for target, content in zip(targets, contents, strict=True):
         target.copy_(content)
 
@@ -383,8 +383,8 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _on_meta(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = tree_map_only(torch.Tensor, _meta, kwargs)
-    return found | {"device": "meta"} if "device" in kwargs else found
+    options: dict[str, Any] = tree_map_only(torch.Tensor, _meta, kwargs)
+    return options | {"device": "meta"} if "device" in kwargs else options
 
 
 @contextlib.contextmanager

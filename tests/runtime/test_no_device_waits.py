@@ -19,6 +19,7 @@ import torch
 
 import lightning_pipe
 from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.stages.cuda_recorder import CudaRecorder
 from lightning_pipe.capture.steps.stage_program import Split, StageProgram
@@ -181,7 +182,7 @@ def assert_nothing_waits(
             collected = drive_together([rank.run(program, job, record=record) for rank in ranks])
         assert [rank.calls for rank in ranks] == [[]] * len(ranks)
         assert all(rank.has_stepped for rank in ranks)
-        assert len({found.values[loss].item() for found in collected}) == 1
+        assert len({result.values[loss].item() for result in collected}) == 1
         for rank in ranks:
             for name in {name for stage in rank.executor.stages.values() for name in stage.program.gradients.values()}:
                 gradient = rank.module.get_parameter(name).grad.cpu()
@@ -233,3 +234,14 @@ def test_the_package_waits_for_streams_and_not_for_devices() -> None:
     root = Path(lightning_pipe.__file__).parent
     waiting = [path for path in root.rglob("*.py") if re.search(r"\bcuda\.synchronize\(", path.read_text())]
     assert {path.relative_to(root).as_posix() for path in waiting} <= MAY_WAIT
+
+
+def test_waiting_for_a_stream_leaves_the_others_alone() -> None:
+    with FakeCuda(set()) as fake:
+        side, content = torch.cuda.Stream(), torch.ones(3, device=DEVICE)
+        with torch.cuda.stream(side):
+            content.add_(1)
+        finish_stream(DEVICE)
+        assert [stream.queued - stream.done for stream in fake.streams] == [0, 1]
+        finish_stream(HOST)
+        assert fake.calls == ["Stream.synchronize"]

@@ -364,6 +364,8 @@ def test_numbers_are_right_however_late_or_early_streams_run(name: str) -> None:
     assert [*broken(unchanged(name), LAWS[name])] == []
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{one.module.rpartition('.')[2]}: {one.line}" for one in MUTANTS])
+@pytest.mark.parametrize(
+    "mutant", MUTANTS, ids=[f"{mutant.module.rpartition('.')[2]}: {mutant.line}" for mutant in MUTANTS]
+)
 def test_no_wait_can_be_left_out(mutant: Mutant) -> None:
     assert next(broken(mutant.load(), LAWS[mutant.module]), ""), "no law is broken without it"
