@@ -333,6 +333,7 @@ class Executor:
         yield from self._exchange.finish_sends()
         yield from self._gradients.finish(leave=course.leaves_sums)
         yield from self._finish_state(replicas=True)
+        yield Wait(self._transport.reached(), Step())  # else it could be queued behind a sum that fails
         course.watch.raise_failure()
         started = course.recorder.mark()
         with _Named(self.rank, Step()):

@@ -63,6 +63,15 @@ def test_no_optimizer_steps_with_sums_that_end_after_a_failure_was_heard() -> No
     assert trained.steps == 0
 
 
+def test_no_optimizer_steps_if_the_device_comes_to_an_aborted_sum_that_its_stream_waits_for() -> None:
+    guard = Told()
+    trained = Trained(guard, Done)
+    trained.transport.reached = lambda: Aborted(guard)  # type: ignore[method-assign]
+    with pytest.raises(PeerFailure, match="Rank 1 failed at 1F0 of step 7"):
+        trained.run()
+    assert trained.steps == 0
+
+
 def test_no_optimizer_steps_if_a_failure_is_heard_behind_the_last_sum() -> None:
     guard = Told()
     trained = Trained(guard, Done)
@@ -79,13 +88,17 @@ def test_no_optimizer_steps_if_a_failure_is_heard_behind_the_last_sum() -> None:
     assert trained.steps == 0
 
 
-def test_no_parameters_step_with_sums_that_were_left_and_end_after_a_failure_was_heard() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_no_parameters_step_with_sums_that_were_left_and_end_after_a_failure_was_heard(on_device: bool) -> None:
     guard = Told()
-    handles: list[Handle] = [Done(), Aborted(guard)]
+    left: Handle = Done() if on_device else Aborted(guard)
+    handles: list[Handle] = [Done(), left]
     trained = Trained(guard, lambda: handles.pop(0))
     trained.executor._gradients._piece_bytes = 1
-    handles += [Aborted(guard)] * len(trained.parameters)
+    handles += [left] * len(trained.parameters)
     trained.run(leave_sums=True)
+    if on_device:  # whose stream waits for the sums, but not the host
+        trained.transport.reached = lambda: Aborted(guard)  # type: ignore[method-assign]
     control = ControlPlane(None, rank=0, ranks=1, wait=trained.watch.wait)
     links: Any = Connections(trained.transport, control, trained.watch)
     runner = Runner(

@@ -193,6 +193,7 @@ class Gradients:
         while self._under_way:
             piece = self._under_way.popleft()
             yield from self._land(piece)
+            yield Wait(self._transport.reached(), piece.reduce)  # else a step could be queued behind a sum that fails
             step()
             stepped.update((parameter, parameter.grad) for parameter in piece.parameters)
             _hide(piece.parameters)
