@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import pickle
-import random
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.twisters import (
+    TwisterState,
+    numpy_state,
+    python_state,
+    set_numpy_state,
+    set_python_state,
+)
 
 
 def seed_of(key: RandomKey, node: int) -> int:
@@ -71,20 +75,20 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PythonRandomness:
-    """State of the generators of Python and NumPy (the latter pickled, as arrays cannot be compared at once)."""
+    """State of the generators of Python and NumPy."""
 
-    python: Any
-    numpy: bytes
+    python: TwisterState
+    numpy: TwisterState
 
     @classmethod
     def now(cls) -> PythonRandomness:
         """Return the present state."""
-        return cls(random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
+        return cls(python_state(), numpy_state())
 
     def restore(self) -> None:
         """Set the state."""
-        random.setstate(self.python)
-        np.random.set_state(pickle.loads(self.numpy))
+        set_python_state(self.python)
+        set_numpy_state(self.numpy)
 
 
 @dataclass(frozen=True)
