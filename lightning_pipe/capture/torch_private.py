@@ -698,6 +698,12 @@ def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[Any, Callable[[torch.T
     return tuple({} if table is None else table for table in tables)
 
 
+def hooked(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those leaves among tensors that have hooks on their gradients, or on the sums of these."""
+    with unguarded():
+        return [tensor for tensor in tensors if tensor._backward_hooks or tensor._post_accumulate_grad_hooks]
+
+
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module has hooks on its own backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

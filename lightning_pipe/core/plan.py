@@ -8,7 +8,7 @@ captured graph (`addmm_7`) or at the first node of a module (`model.blocks.3`); 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from lightning_pipe.core.program import Layout
@@ -86,7 +86,7 @@ class Plan:
         """Return the numbers of replicas of the stages: `2-1`."""
         return "-".join(str(len(stage.ranks)) for stage in self.stages)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Return ranks and sharing of the stages."""
         whole = frozenset(s for s, stage in enumerate(self.stages) if stage.share == "microbatches")

@@ -38,7 +38,7 @@ from lightning_pipe.capture.torch_private import is_profiling
 from lightning_pipe.core.program import ComputeKind, Pass
 from lightning_pipe.runtime.activations.away import Away, send_away
 from lightning_pipe.runtime.activations.protocol import HostStore, Parcel
-from lightning_pipe.runtime.exchanges.gradient_sums import Sums, add_to, storage_of
+from lightning_pipe.runtime.exchanges.gradient_sums import Sums, add_to, storage_of, storages_of
 from lightning_pipe.runtime.exchanges.slicing import Content
 
 Sends = Counter[tuple[Pass, int, int]]  # (direction, target, microbatch) -> number of messages
@@ -137,7 +137,11 @@ class Stage:
         self._sends = Counter(sends)
         self._training = training
         self._copies = {name: self._state.tensor(name).detach().clone() for name in self._apart}
-        self._parameters = {name: self._tensor(known) for name, known in self.program.parameters.items()}
+        present = {**self._state.parameters, **self._copies} if self._copies else self._state.parameters
+        self._parameters = {
+            name: present[known] if known in present else self._tensor(known)
+            for name, known in self.program.parameters.items()
+        }
         self._storages_of_parameters: frozenset[int] | None = None  # which stay while a program runs
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -324,7 +328,11 @@ class Stage:
         held.update(zip(half.outputs, outputs, strict=True))
 
     def _inputs(self, half: Half, held: Mapping[str, Content]) -> list[Content]:
-        return [held[name] if name in held else self._input(name, held) for name in half.inputs]
+        parameters = self._parameters
+        return [
+            held[name] if name in held else parameters[name] if name in parameters else self._input(name, held)
+            for name in half.inputs
+        ]
 
     def _input(self, name: str, held: Mapping[str, Content]) -> Content:
         if name in held:
@@ -345,7 +353,7 @@ class Stage:
     def _storages(self) -> frozenset[int]:
         """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
         if self._storages_of_parameters is None:
-            self._storages_of_parameters = frozenset(map(storage_of, self._parameters.values()))
+            self._storages_of_parameters = storages_of(self._parameters.values())
         names = {*self.program.buffers.values(), *self.program.mutations}
         return self._storages_of_parameters.union([storage_of(self._tensor(name)) for name in names])
 

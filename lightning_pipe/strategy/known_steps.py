@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_pipe.capture.steps.batch import outline
+from lightning_pipe.capture.torch_private import unguarded
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.steps.step_calls import StepRequest
@@ -69,6 +70,7 @@ class KnownSteps:
         dim = self._batch_dim
         leaves = tuple((*leaf.shape[:dim], *leaf.shape[dim + 1 :], leaf.dtype) for leaf in call.structure.leaves)
         shapes = leaves if self._cuts.can_cut(call.structure) else call.structure.leaves
-        modes = tuple(module.training for module in self._modules)
-        frozen = tuple(p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None)
+        modes = tuple([module.training for module in self._modules])
+        with unguarded():  # stand-ins would be asked one by one
+            frozen = tuple([p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None])
         return (call.method, outline(call.structure.template), shapes, call.arguments[1:], modes, frozen)

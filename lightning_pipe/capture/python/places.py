@@ -44,6 +44,13 @@ class Place:
         """Return the value, `ABSENT` if there is none."""
         return entry_of(self.container, self.key)
 
+    def reader(self) -> Callable[[Any, Any], Any]:
+        """Return what reads the value as `read` does, given the key and `ABSENT`: of a dict its own look-up."""
+        if isinstance(self.container, dict) and not isinstance(self.container, Answers):
+            look_up: Callable[[Any, Any], Any] = dict.get.__get__(self.container)
+            return look_up
+        return lambda key, absent: entry_of(self.container, key)
+
     def write(self, value: Any) -> None:
         """Put a value there; `ABSENT` removes it."""
         if value is ABSENT:

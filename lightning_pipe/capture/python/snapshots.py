@@ -90,6 +90,7 @@ class Snapshot:
     ) -> None:
         self._copies = copies
         self._roots = [(slot, slot.read()) for slot in slots]
+        self._readers = [(slot.reader(), slot.key, slot, value) for slot, value in self._roots]
         self._tree = frozenset(map(id, (*tree.modules(), *tree.parameters(), *tree.buffers())))
         self._ignored: dict[Any, set[Any]] = {}
         for slot in ignored:
@@ -111,8 +112,9 @@ class Snapshot:
 
     def changes(self) -> Iterator[StateChange]:
         """Yield every place that is not what it was."""
-        for slot, before in self._roots:
-            if not same(before, now := slot.read()):
+        for read, key, slot, before in self._readers:  # many, before every batch
+            now = read(key, ABSENT)
+            if now is not before and not same(before, now):
                 yield StateChange(slot, before, now)
         for part in self._parts if any(self._empty) else self._others:
             if not part.is_same():

@@ -29,13 +29,14 @@ class Sums:
             add_to(parameter, gradient, take=False)
             return
         storage = storage_of(gradient)
-        is_free = storage not in self._used and self._holder(storage) is None
+        is_taken = storage in self._taken and self._holder(storage) is not None
+        is_free = not is_taken and storage not in self._used
         if add_to(parameter, gradient, take=is_free):
             self._taken[storage] = parameter
 
     @cached_property
-    def _used(self) -> set[int]:
-        return {storage_of(content) for content in self._given if isinstance(content, torch.Tensor)}
+    def _used(self) -> frozenset[int]:
+        return storages_of([content for content in self._given if isinstance(content, torch.Tensor)])
 
     def part_from(self, contents: Iterable[Content]) -> None:
         """Copy what was taken of memory that other results share."""
@@ -75,6 +76,12 @@ def add_to(parameter: torch.Tensor, gradient: torch.Tensor, *, take: bool) -> bo
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what names the memory of a tensor."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return what names the memory of tensors."""
+    dense = torch.strided
+    return frozenset([t.untyped_storage().data_ptr() if t.layout == dense else id(t) for t in tensors])
 
 
 def _fills(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from lightning_pipe.capture.replayed.module_scope import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.torch_private import gradient_hooks
+from lightning_pipe.capture.torch_private import gradient_hooks, hooked
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.parameters.weights import Weights
 
@@ -57,18 +57,18 @@ class GradientHooks:
     @property
     def is_needed(self) -> bool:
         """Return whether any parameter has a hook; the same on all ranks."""
-        return any(any(gradient_hooks(p)) for p in self._weights.parameters.values())
+        return bool(hooked(self._weights.parameters.values()))
 
     @contextlib.contextmanager
     def taken_off(self) -> Iterator[Mapping[str, _Taken]]:
         """Take all hooks off their parameters inside; yield them by name."""
         taken: dict[str, _Taken] = {}
-        for name, parameter in self._weights.parameters.items():
-            tables = gradient_hooks(parameter)
-            if any(tables):
-                taken[name] = _Taken(parameter, tables, tuple(dict(table) for table in tables))
-                for table in tables:
-                    table.clear()
+        for parameter in hooked(self._weights.parameters.values()):
+            tables, name = gradient_hooks(parameter), self._weights.name_of(parameter)
+            assert name is not None, "it is one of the weights"
+            taken[name] = _Taken(parameter, tables, tuple(dict(table) for table in tables))
+            for table in tables:
+                table.clear()
         try:
             yield taken
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Iterator
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 from torch import nn
@@ -19,7 +21,8 @@ class ParameterWatch:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._tables, self._parameters = _tables(module), _parameters(module)
+        self._parameters = _parameters(module)
+        self._note()
 
     def refuse_others(self) -> None:
         """Raise if the module has other parameters now.
@@ -27,7 +30,7 @@ class ParameterWatch:
         Raises:
             UnsupportedError: with their names.
         """
-        if all(len(table) == len(known) and all(map(is_, table.values(), known)) for table, known in self._tables):
+        if [*map(len, self._tables)] == self._sizes and [*map(id, _entries(self._tables))] == self._ids:
             return
         now = _parameters(self._module)
         names = [name for name in {**self._parameters, **now} if now.get(name) is not self._parameters.get(name)]
@@ -38,13 +41,17 @@ class ParameterWatch:
                 "shared the parameters of the module, so none would compute with what is there now. Do so in "
                 "`configure_model` or before `fit`, or write into the parameter that is there (`parameter.data.copy_`)."
             )
-        self._tables = _tables(self._module)
+        self._note()
+
+    def _note(self) -> None:
+        """Note what hangs in the tables of sub-modules and parameters; it stays alive, so that its ids stay its own."""
+        self._tables = [table for part in self._module.modules() for table in (part._modules, part._parameters)]
+        self._sizes, self._alive = [*map(len, self._tables)], [*_entries(self._tables)]
+        self._ids = [*map(id, self._alive)]
 
 
-def _tables(module: nn.Module) -> list[tuple[dict[str, Any], list[Any]]]:
-    """List the tables in which sub-modules and parameters hang, with what is in them."""
-    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._modules, part._parameters)]
-    return [(table, [*table.values()]) for table in tables]
+def _entries(tables: list[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(methodcaller("values"), tables))
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

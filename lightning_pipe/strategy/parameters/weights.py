@@ -51,6 +51,21 @@ class TensorPlace:
     attribute: str
 
 
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Which ranks have which values: another object as soon as that changes, so that what follows from it can be kept.
+
+    Attributes:
+        holders: ranks that hold a parameter, by its canonical name; every rank holds the others.
+        moving: ranks that change a buffer, by name; training changes no others.
+        whole_on: ranks that have all values.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+    moving: Mapping[str, tuple[int, ...]]
+    whole_on: frozenset[int]
+
+
 class Weights:
     """Parameters and buffers of one rank.
 
@@ -60,6 +75,7 @@ class Weights:
 
     Attributes:
         buffers: the module's present buffers by name.
+        placement: which ranks have which values.
     """
 
     def __init__(self, module: pl.LightningModule, control: ControlPlane) -> None:
@@ -69,11 +85,10 @@ class Weights:
         self._real = {name: module.get_parameter(name) for name in dict.fromkeys(self._aliases.values())}
         self._names = {id(parameter): name for name, parameter in self._real.items()}
         self.buffers = _Buffers(module)
-        self._holders: dict[str, tuple[int, ...]] = {}
-        self._partial_of, self._partial = self._holders, frozenset[int]()  # parameters that some rank lacks, by id
+        self.placement = Placement({}, {}, whole_on=frozenset(range(control.ranks)))
+        self._partial_in, self._partial = self.placement, frozenset[int]()  # parameters that some rank lacks, by id
+        self._absent_in, self._absent = self.placement, tuple[str, ...]()  # parameters that this rank lacks
         self._owners: dict[str, int] = {}  # of parameters that several ranks hold, where these share optimizer state
-        self._moving: dict[str, tuple[int, ...]] = {}  # buffers that training changes -> ranks that change them
-        self._whole_on = frozenset(range(control.ranks))  # ranks that have all values
         self._is_filled = False  # every rank has all values for a while
         self._device = torch.device("cpu")
 
@@ -83,9 +98,10 @@ class Weights:
             return
         values.agree(self._real, self._control)
         present = {name: parameter for name, parameter in self._real.items() if not isinstance(parameter, Pending)}
-        self._holders = values.holders(self._real, self._control)
-        if self._holders:  # as the last fit has left them
-            self._whole_on = frozenset()
+        holders = values.holders(self._real, self._control)
+        self.placement = replace(self.placement, holders=holders)
+        if holders:  # as the last fit has left them
+            self.placement = replace(self.placement, whole_on=frozenset())
             present = {name: parameter for name, parameter in present.items() if name not in self._holders}
         held = self._found_buffers()
         tensors: dict[str, torch.Tensor] = {**present, **dict(self._module.named_buffers())}
@@ -121,22 +137,22 @@ class Weights:
         self._gather_buffers()
         self._owners = {}
         holders: dict[str, set[int]] = {}
+        moving: dict[str, tuple[int, ...]] = {}
         for program in split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()}:
                 holders.setdefault(name, set()).update(layout.stages[program.stage])
             for name in program.mutations:
                 if name in self.buffers:
-                    self._moving[name] = tuple(sorted(layout.stages[program.stage]))
+                    moving[name] = tuple(sorted(layout.stages[program.stage]))
+        before = self._holders
         # in model order, since values are exchanged in this order; a set's order differs from process to process
-        before, self._holders = (
-            self._holders,
-            {name: tuple(sorted(holders[name])) for name in self._real if name in holders},
-        )
+        ordered = {name: tuple(sorted(holders[name])) for name in self._real if name in holders}
+        self.placement = Placement(ordered, moving, whole_on=frozenset())
         if shard_optimizer:
             trained = {name for program in split.stages for name in program.gradients.values()}
             sizes = {name: self._real[name].nbytes * (name in trained) for name in self._holders}
             self._owners = owners(sizes, self._holders)
-        self._whole_on, self._device = frozenset(), device
+        self._device = device
         self._fetch(before)
         self._vacate(self._elsewhere())
         self._hide_buffers()
@@ -152,17 +168,18 @@ class Weights:
         for program in split.stages:
             for name in {*program.parameters.values(), *program.gradients.values()} - self._holders.keys():
                 found.setdefault(name, set()).update(layout.stages[program.stage])
-        holders = self._holders | {name: tuple(sorted(ranks)) for name, ranks in found.items()}
-        self._holders = {name: holders[name] for name in self._real if name in holders}
+        holders = {**self._holders, **{name: tuple(sorted(ranks)) for name, ranks in found.items()}}
+        ordered = {name: holders[name] for name in self._real if name in holders}
+        self.placement = replace(self.placement, holders=ordered)
         self._vacate(name for name in self._elsewhere() if name in found)
 
     def hold_too(self, split: Split, layout: Layout) -> None:
         """Let the stages of a step that was captured later hold what they use and other stages hold."""
-        before = dict(self._holders)
+        before, holders = self._holders, dict(self._holders)
         for program in split.stages:
-            for name in {*program.parameters.values(), *program.gradients.values()} & self._holders.keys():
-                ranks = {*self._holders[name], *layout.stages[program.stage]}
-                self._holders[name] = tuple(sorted(ranks))
+            for name in {*program.parameters.values(), *program.gradients.values()} & holders.keys():
+                holders[name] = tuple(sorted({*holders[name], *layout.stages[program.stage]}))
+        self.placement = replace(self.placement, holders=holders)
         if self._owners:
             sizes = {name: self._real[name].nbytes * (name in self._owners) for name in self._holders}
             self._owners = owners(sizes, self._holders)
@@ -194,8 +211,7 @@ class Weights:
     def follow(self, other: Weights, *, device: torch.device) -> None:
         """Keep on this rank what it keeps of another module with the same names, on a device."""
         self._gather_buffers()
-        before, self._holders, self._moving = self._holders, dict(other._holders), dict(other._moving)
-        self._whole_on, self._device = other._whole_on, device
+        before, self.placement, self._device = self._holders, replace(other.placement), device
         self._fetch(before)
         self._vacate(self._elsewhere())
         self.move(device)
@@ -218,6 +234,18 @@ class Weights:
     def control(self) -> ControlPlane:
         """Return the connections to the other ranks."""
         return self._control
+
+    @property
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
+        return self.placement.holders
+
+    @property
+    def _moving(self) -> Mapping[str, tuple[int, ...]]:
+        return self.placement.moving
+
+    @property
+    def _whole_on(self) -> frozenset[int]:
+        return self.placement.whole_on
 
     @property
     def _is_whole(self) -> bool:
@@ -374,16 +402,15 @@ class Weights:
                 occupy(self._real[name], value)
         self._share_moving()
         self.buffers.show()
-        self._moving = {}
-        self._whole_on = frozenset(ranks)  # owners stay: their state may be saved
+        self.placement = replace(self.placement, moving={}, whole_on=frozenset(ranks))  # owners stay, to be saved
 
     def partial(self) -> frozenset[int]:
         """Return the ids of the parameters and buffers whose current values some rank lacks."""
         ranks = self._control.ranks
         if len(self._whole_on) == ranks:
             return frozenset()
-        if self._partial_of is not self._holders:
-            held = self._partial_of = self._holders
+        if self._partial_in is not self.placement:
+            self._partial_in, held = self.placement, self._holders
             self._partial = frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
         moving = (name for name, on in self._moving.items() if len(on) < ranks)
         return self._partial.union(id(one) for name in moving for one in self.buffers.either(name))
@@ -462,8 +489,12 @@ class Weights:
             if self._control.rank in wanted and self._control.rank not in ranks:
                 occupy(here, value)
 
-    def _elsewhere(self) -> list[str]:
-        return [name for name in self._real if not self.holds(name)]
+    def _elsewhere(self) -> tuple[str, ...]:
+        """Return the parameters that this rank does not hold, in model order."""
+        if self._absent_in is not self.placement:
+            self._absent_in = self.placement
+            self._absent = tuple(name for name in self._real if not self.holds(name))
+        return self._absent
 
     def _vacate(self, names: Iterable[str]) -> None:
         for name in names:
@@ -482,7 +513,7 @@ class Weights:
         """Have all buffers on every rank, where the ranks that change them may become others."""
         self._share_moving()
         self.buffers.show()
-        self._moving = {}
+        self.placement = replace(self.placement, moving={})
 
     def _share_moving(self) -> None:
         """Give every rank the buffers that training changes."""

@@ -39,7 +39,7 @@ from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator.in_flight import messages_under_way
-from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.parameters.weights import Placement, Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.captured import Captured
@@ -90,10 +90,13 @@ class RankStep:
         self._plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
+        self._borrowed: tuple[str, ...] = ()
+        self._borrowed_in: Placement | None = None
+        self._parameters: dict[str, torch.Tensor] = {**weights.parameters}
         self._numbers = torch.zeros(MOST_INPUTS, dtype=torch.float64, device=device)
         state = State(
+            parameters=self._parameters,
             # Only the first map of a chain is ever written to, so the others need not be mutable as its type says.
-            parameters=ChainMap(self._lent, weights.parameters),  # type: ignore[arg-type]
             buffers=ChainMap({NUMBERS: self._numbers}, self._lent, weights.buffers),  # type: ignore[arg-type]
             device=device,
             sparse=_sparse(captured.request.module),
@@ -225,16 +228,25 @@ class RankStep:
 
     def refresh(self, version: int) -> None:
         """Copy what this step borrows, if weights have changed since."""
-        names = sorted({name for name, _ in self._elsewhere()})
-        for name in self._lent.keys() - {*names}:  # it is held now
-            del self._lent[name]
-        if self._lent_at == version or not names:
+        if self._borrowed_in is not self._weights.placement:
+            self._borrowed_in = self._weights.placement
+            self._borrowed = tuple(sorted({name for name, _ in self._elsewhere()}))
+            for name in self._lent.keys() - {*self._borrowed}:  # it is held now
+                del self._lent[name]
+            self._show_lent()
+        if self._lent_at == version or not self._borrowed:
             return
-        for name in names:
+        for name in self._borrowed:
             value = self._weights.copied(name)
             if not self._weights.has(name):
                 self._lent[name] = value.to(self._device)
+        self._show_lent()
         self._lent_at = version
+
+    def _show_lent(self) -> None:
+        """Let stages read what is lent in the place of parameters that are not here."""
+        real = self._weights.parameters
+        self._parameters.update({**real, **{name: value for name, value in self._lent.items() if name in real}})
 
     def _elsewhere(self) -> Iterator[tuple[str, int]]:
         """List what a stage reads without all of its ranks holding it."""
