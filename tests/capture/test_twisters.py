@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_pipe.capture.steps import twisters
+from lightning_pipe.capture.python import twisters
 from lightning_pipe.capture.steps.keyed_random import PythonRandomness
 
 

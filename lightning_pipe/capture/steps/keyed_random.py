@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.twisters import (
+from lightning_pipe.capture.python.twisters import (
     TwisterState,
     numpy_state,
     python_state,
     set_numpy_state,
     set_python_state,
 )
+from lightning_pipe.capture.steps.stage_program import RandomKey
 
 
 def seed_of(key: RandomKey, node: int) -> int:
