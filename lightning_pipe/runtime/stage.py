@@ -117,9 +117,15 @@ class Stage:
         self._averaged: dict[str, int] = {}  # samples that are in the mean so far
         self._away: dict[int, Away] = {}
         self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
-        self._sends: Sends = Counter()
+        self._sends: dict[tuple[Pass, int, int], int] = {}
+        self._to_send: dict[tuple[tuple[Pass, int], ...], frozenset[str]] = {}  # by the edges of messages to be posted
         self._training = True
         self._due = {half: gradients_due(program, half) for half in ("I", "W")}
+        self._tangent_names = {
+            id(half): [name for name in program.tangents if name in half.inputs]
+            for half in (program.input_grad, program.weight_grad)
+            if half is not None
+        }
         self._waiting_for_weights = frozenset(name for due in self._due["W"].values() for name in due)
         self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
         self.made: Callable[[str], None] = lambda name: None
@@ -134,7 +140,7 @@ class Stage:
         for away in self._away.values():
             away.parcel.discard()
         self._away.clear()
-        self._sends = Counter(sends)
+        self._sends = dict(sends)
         self._training = training
         self._copies = {name: self._state.tensor(name).detach().clone() for name in self._apart}
         present = {**self._state.parameters, **self._copies} if self._copies else self._state.parameters
@@ -157,17 +163,23 @@ class Stage:
 
     def compute(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
         """Run one pass on one micro-batch."""
-        with torch.no_grad(), self._named_in_profiles(kind, (microbatch,)):
-            match kind:
-                case "F":
-                    self._forward(microbatch, slice_)
-                case "I":
-                    self._input_half(microbatch, slice_)
-                case "W":
-                    self._weight_half(microbatch, slice_)
-                case "B":
-                    self._input_half(microbatch, slice_)
-                    self._weight_half(microbatch, slice_)
+        if torch.is_grad_enabled() or is_profiling():  # contexts take as long as an operator
+            with torch.no_grad(), self._named_in_profiles(kind, (microbatch,)):
+                self._pass(kind, microbatch, slice_)
+        else:
+            self._pass(kind, microbatch, slice_)
+
+    def _pass(self, kind: ComputeKind, microbatch: int, slice_: Slice) -> None:
+        match kind:
+            case "F":
+                self._forward(microbatch, slice_)
+            case "I":
+                self._input_half(microbatch, slice_)
+            case "W":
+                self._weight_half(microbatch, slice_)
+            case "B":
+                self._input_half(microbatch, slice_)
+                self._weight_half(microbatch, slice_)
 
     def join(self, microbatches: Sequence[int], slice_: Slice) -> None:
         """Run the weight halves of several micro-batches as one; `slice_` has the samples and weights of them all."""
@@ -228,9 +240,10 @@ class Stage:
         """Return the values of one message in their order; after the last message that needs them they are dropped."""
         held = self._held[microbatch]
         contents = {name: held[name] for name in self.program.sends[direction, target]}
-        self._sends[direction, target, microbatch] -= 1
-        if self._sends[direction, target, microbatch] <= 0:
-            del self._sends[direction, target, microbatch]
+        message = direction, target, microbatch
+        self._sends[message] = left = self._sends.get(message, 0) - 1
+        if left <= 0:
+            del self._sends[message]
             self._drop(microbatch)
         return contents
 
@@ -342,7 +355,7 @@ class Stage:
         return self._tensor(self.program.buffers[name])
 
     def _tangents(self, half: Half, slice_: Slice) -> dict[str, Content]:
-        names = [name for name in self.program.tangents if name in half.inputs]
+        names = self._tangent_names[id(half)]
         if not names:
             return {}
         assert self._loss is not None, f"stage {self.program.stage} reads a tangent, but no loss was named"
@@ -396,12 +409,12 @@ class Stage:
         if not held:
             del self._held[microbatch]
 
-    def _to_be_sent(self, microbatch: int) -> set[str]:
+    def _to_be_sent(self, microbatch: int) -> frozenset[str]:
         """Return the names of the values of messages that are not posted yet."""
-        if not self._sends:
-            return set()
-        edges = (edge for edge in self.program.sends if (*edge, microbatch) in self._sends)
-        return {name for edge in edges for name in self.program.sends[edge]}
+        edges = tuple([edge for edge in self.program.sends if (*edge, microbatch) in self._sends])
+        if edges not in self._to_send:
+            self._to_send[edges] = frozenset(name for edge in edges for name in self.program.sends[edge])
+        return self._to_send[edges]
 
     def _awaited(self, microbatch: int) -> frozenset[str]:
         """Return the names that pending halves read, tangents left out, and of gradients that wait for W."""

@@ -14,6 +14,7 @@ Legend: n number of samples (the graph's symbol); rows: rows of a flattened dime
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,6 +175,7 @@ def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ..
     fixed = tuple(size if isinstance(size, int) else None for size in sizes)
     expressions = [size.node.expr for size in sizes if not isinstance(size, int)]
 
+    @functools.cache
     def size(samples: int) -> tuple[int, ...]:
         varying = iter(int(e.xreplace({joint.symbol: sympy.Integer(samples)})) for e in expressions)
         return tuple(next(varying) if entry is None else entry for entry in fixed)

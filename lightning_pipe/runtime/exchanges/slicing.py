@@ -50,6 +50,8 @@ def join(parts: Sequence[Part], value: Value, *, local: Samples) -> torch.Tensor
     Raises:
         PipelineError: if the parts leave a gap, overlap or reach beyond `local`.
     """
+    if len(parts) == 1 and parts[0][0] == local:
+        return parts[0][1]
     ordered = sorted(parts, key=lambda part: part[0])
     edges = [local.start, *(samples.stop for samples, _ in ordered)]
     if [samples.start for samples, _ in ordered] != edges[:-1] or edges[-1] != local.stop:
@@ -88,8 +90,8 @@ def weighted_mean(contents: Sequence[torch.Tensor], weights: Sequence[int]) -> t
 
 def to_tensor(content: Content, *, device: torch.device) -> torch.Tensor:
     """Return what travels for a content, on the device: itself, or a 0-dim int64 tensor for a Python integer."""
-    if isinstance(content, torch.Tensor):
-        return content.to(device)  # a step may make numbers on the host, as `torch.tensor(len(y))` does
+    if isinstance(content, torch.Tensor):  # a step may make numbers on the host, as `torch.tensor(len(y))` does
+        return content if content.device == device else content.to(device)
     return torch.tensor(content, dtype=torch.int64, device=device)
 
 

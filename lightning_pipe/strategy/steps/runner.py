@@ -265,9 +265,10 @@ class Runner:
             most_messages=step.most_messages(program),
         )
         self._leaving = step if turn.leave_sums else None
-        outcome = run()
-        if outcome.given_up:  # and the step before taken again, so that this one holds
+        with torch.no_grad():  # once, instead of in every compute
             outcome = run()
+            if outcome.given_up:  # and the step before taken again, so that this one holds
+                outcome = run()
         if not results:
             collect(outcome.results)
         return outcome, results[0]
@@ -290,12 +291,13 @@ class Runner:
         later = self._later
         if later is None:
             return {}
-        before = StateSnapshot(self._weights) if later.pending else None
+        before, with_gradients = StateSnapshot(self._weights) if later.pending else None, torch.is_grad_enabled()
 
         def roll_back(pieces: Pieces) -> None:
             assert before is not None, "only a step that is pending can be wrong"
-            later.redo()
-            before.restore()
+            with torch.set_grad_enabled(with_gradients):
+                later.redo()
+                before.restore()
 
         return {Confirm: lambda pieces: later.holds(), Rollback: at_once(roll_back)}
 
