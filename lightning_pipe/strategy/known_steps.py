@@ -73,4 +73,6 @@ class KnownSteps:
         modes = tuple([module.training for module in self._modules])
         with unguarded():  # stand-ins would be asked one by one
             frozen = tuple([p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None])
-        return (call.method, outline(call.structure.template), shapes, call.arguments[1:], modes, frozen)
+        form = call.structure.form  # which says as much of the structure as an outline
+        described = outline(call.structure.template) if form is None else form[0]
+        return (call.method, described, shapes, call.arguments[1:], modes, frozen)

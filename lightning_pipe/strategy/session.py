@@ -472,7 +472,9 @@ class Session:
                 "The tensors of the batch have other shapes or types in the step than after the transfer to the "
                 "device. Change batches in on_before_batch_transfer or on_after_batch_transfer."
             )
-        return tensors, known if same_besides_tensors(now.template, known.template) else now
+        if known.form is None:
+            return tensors, known if same_besides_tensors(now.template, known.template) else now
+        return tensors, known if now.form == known.form else now
 
     def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():

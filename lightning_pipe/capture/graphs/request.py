@@ -62,8 +62,12 @@ class Request:
     @property
     def total(self) -> int:
         """Return the number of samples of the whole batch; 0 if it cannot be cut."""
+        return self.total_of(self.structure)
+
+    def total_of(self, structure: Structure) -> int:
+        """Return the number of samples of another batch; 0 if it cannot be cut."""
         with contextlib.suppress(BatchError):
-            return self.structure.samples(self.batch_dim)
+            return structure.samples(self.batch_dim)
         return 0
 
     @property

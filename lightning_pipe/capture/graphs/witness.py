@@ -22,7 +22,8 @@ def is_due(batch: int) -> bool:
     Args:
         batch: number of batches before it; due are 0, 1, 4, 16, 64, ...
     """
-    return batch in {0, *(4**k for k in range(32))}
+    is_power_of_two = batch & (batch - 1) == 0
+    return not batch or (is_power_of_two and batch.bit_length() % 2 == 1)
 
 
 def testimony(request: Request, joint: JointGraph) -> str:

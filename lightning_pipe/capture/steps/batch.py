@@ -11,6 +11,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ class Structure:
 
     template: Any
     leaves: tuple[Leaf, ...]
+
+    @cached_property
+    def form(self) -> tuple[Any, ...] | None:
+        """Describe it by its collections and tensors, so that equal forms are equal; None if it holds more."""
+        others: list[Any] = []
+        form = _described(self.template, lambda leaf: others.append(leaf) if type(leaf) is not LeafSlot else leaf)
+        return None if others else (form, self.leaves)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is sent, which is the same for equal structures."""
+        return {"template": self.template, "leaves": self.leaves}
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """Return a batch like the template with these tensors."""
@@ -157,13 +169,6 @@ def numbers_in(template: Any) -> tuple[int | float, ...]:
 def outline(template: Any) -> Any:
     """Describe the structure of a template: its collections, and the types of what they hold, but no content."""
     return _described(template, lambda leaf: type(leaf).__qualname__)
-
-
-def form_of_tensors(structure: Structure) -> tuple[Any, ...] | None:
-    """Describe a structure by its collections and tensors, so that equal forms are equal; None if it holds more."""
-    others: list[Any] = []
-    form = _described(structure.template, lambda leaf: others.append(leaf) if type(leaf) is not LeafSlot else leaf)
-    return None if others else (form, structure.leaves)
 
 
 def same_besides_tensors(one: Any, two: Any) -> bool:

@@ -280,6 +280,7 @@ class Feed:
             return batch, flatten(batch)[1]
         structure = flatten(batch)[1] if self.loads else None
         form, number = self.structures.told_of(loaded)
+        is_known = form is not None and number != UNKNOWN
         if number == UNKNOWN:
             number = self._tell_structure(structure)
         elif structure is not None and structure.leaves != self.structures[number].leaves:
@@ -289,9 +290,9 @@ class Feed:
                 "that in on_after_batch_transfer."
             )
         self.structures.came(form, number)
-        if structure is not None:
-            return batch, structure
         known = self.structures[number]
+        if structure is not None:
+            return batch, known if is_known else structure
         return absent_batch(known, ranks=self._loading, rank=self._control.rank, device=self._device), known
 
     def _tell_structure(self, structure: Structure | None) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -144,7 +145,8 @@ class WeightsInHooks(TorchFunctionMode):
         if not self._is_watching:
             return func(*args, **kwargs)
         if self._filled is None:
-            if (self._is_partial(args) or self._is_partial(kwargs.values())) and concerns_values(func, args):
+            is_partial = self._is_partial(args) or (bool(kwargs) and self._is_partial(kwargs.values()))
+            if is_partial and concerns_values(func, args):
                 hook = _hook_above(sys._getframe(1))
                 if hook is not None and hook is not self._asked_in:
                     self._fill()
@@ -182,14 +184,10 @@ class WeightsInHooks(TorchFunctionMode):
     def _is_partial(self, values: Iterable[Any]) -> bool:
         """Return whether some rank lacks a tensor among values, or in lists among them."""
         partial = self._partial
-        for value in values:
-            if id(value) in partial:
-                return True
-            if isinstance(value, (list, tuple)):
-                for one in value:
-                    if id(one) in partial:
-                        return True
-        return False
+        if not partial.isdisjoint(map(id, values)):
+            return True
+        lists = [value for value in values if isinstance(value, (list, tuple))]
+        return bool(lists) and not partial.isdisjoint(map(id, itertools.chain.from_iterable(lists)))
 
     def _gradient(self, parameter: torch.Tensor, *_: Any) -> torch.Tensor | None:
         """Return what stands for the gradient of a parameter that has values only for now: it stays where it is."""

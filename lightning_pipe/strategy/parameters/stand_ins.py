@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import nn
@@ -214,10 +215,12 @@ class StandIn(Guarded, nn.Parameter):
     gradient: torch.Tensor | None
 
     def _attribute(self, access: Any, *value: Any) -> Any:
-        if getattr(access.__self__, "__name__", "") != "grad" or self.gradient is None:
+        if getattr(access.__self__, "__name__", "") != "grad":
             return super()._attribute(access, *value)
         if access.__name__ == "__get__":
-            return self.gradient if is_asked_by_a_hook() else None
+            return self.gradient if self.gradient is not None and is_asked_by_a_hook() else None
+        if self.gradient is None:
+            return super()._attribute(access, *value)
         if value[0] is None:
             self.gradient = None
         elif not (isinstance(value[0], Guarded) and value[0].absence.ranks == self.absence.ranks):
@@ -369,19 +372,34 @@ def is_asked_by_a_hook() -> bool:
     frame = sys._getframe(1)
     by_user = False
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.endswith(_BETWEEN):
-            pass
-        elif path.endswith(_READS_FOR_USERS):
-            by_user = True
-        elif any(part in path for part in _READ_NO_GRADIENTS):
-            return by_user and "/torch/optim/" not in path
-        elif frame.f_code.co_name in _OF_OPTIMIZERS and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
-            return False
-        elif "/torch/" not in path:
-            by_user = True
+        code = frame.f_code
+        match _reader(code.co_filename):
+            case "between":
+                pass
+            case "for users":
+                by_user = True
+            case "optimizer":
+                return False
+            case "library":
+                return by_user
+            case reader:
+                if code.co_name in _OF_OPTIMIZERS and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+                    return False
+                by_user |= reader == "user"
         frame = frame.f_back  # type: ignore[assignment]
     return by_user
+
+
+@functools.cache
+def _reader(path: str) -> Literal["between", "for users", "optimizer", "library", "torch", "user"]:
+    """Return whose code a file is, as far as that tells who reads a gradient."""
+    if path.endswith(_BETWEEN):
+        return "between"
+    if path.endswith(_READS_FOR_USERS):
+        return "for users"
+    if any(part in path for part in _READ_NO_GRADIENTS):
+        return "optimizer" if "/torch/optim/" in path else "library"
+    return "torch" if "/torch/" in path else "user"
 
 
 def _are_one(one: Any, other: Any) -> bool:

@@ -412,7 +412,9 @@ class Weights:
         if self._partial_in is not self.placement:
             self._partial_in, held = self.placement, self._holders
             self._partial = frozenset(id(self._real[name]) for name in held if len(held[name]) < ranks)
-        moving = (name for name, on in self._moving.items() if len(on) < ranks)
+        moving = [name for name, on in self._moving.items() if len(on) < ranks]
+        if not moving:
+            return self._partial
         return self._partial.union(id(one) for name in moving for one in self.buffers.either(name))
 
     def all_bytes(self) -> int:
@@ -463,18 +465,23 @@ class Weights:
         Args:
             norms: by parameter the norm of its gradient, None where there is none.
         """
-        for name in self._elsewhere():
-            parameter = self._real[name]
+        with unguarded():  # stand-ins would be asked one by one
+            trained = [p for p in map(self._real.__getitem__, self._elsewhere()) if p.requires_grad]
+        for parameter in trained:
             is_told = norms is not None and parameter in norms
             norm = norms[parameter] if norms is not None and is_told else None
-            if parameter.requires_grad and (norm is not None or not is_told):
+            if norm is not None or not is_told:
                 assert isinstance(parameter, StandIn), "it was vacated"
                 show_gradient(parameter, norm)
 
     def hide_gradients(self) -> None:
         """Let the user's hooks see that no rank has gradients."""
         for name in self._elsewhere():
-            self._real[name].grad = None
+            parameter = self._real[name]
+            if isinstance(parameter, StandIn):
+                parameter.gradient = None
+            else:
+                parameter.grad = None
 
     def _fetch(self, before: Mapping[str, tuple[int, ...]]) -> None:
         """Get what this rank holds now, and what others held before."""

@@ -197,7 +197,7 @@ class PlanCosts:
             replicas = config.replicas or (1,) * ranks
             counts = (config.microbatches,) if config.microbatches is not None else (len(replicas), len(replicas) * 8)
             layout = Layout(tuple(tuple(range(count)) for count in replicas))
-            asked = {size for count in counts for size in slices(layout, microbatch_sizes(samples, count))}
+            asked = frozenset().union(*(slices(layout, microbatch_sizes(samples, count)) for count in counts))
         fitting = sorted(size for size in asked if not capture.misfit(size)) or [capture.graph.samples]
         return tuple(sorted({fitting[0], fitting[len(fitting) // 2], fitting[-1]}))
 

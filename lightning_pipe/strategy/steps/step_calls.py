@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,10 +46,12 @@ class StepRequest:
     tensors: tuple[torch.Tensor, ...] | None = None
     holder: int = 0
 
-    @property
+    @cached_property
     def situation(self) -> Situation:
         """Return what numbers that vary are read from."""
         template = self.structure.template
+        if self.structure.form is not None:  # nothing but tensors
+            return Situation(self.arguments)
         return Situation(self.arguments, numbers_in(template), texts(template))
 
 

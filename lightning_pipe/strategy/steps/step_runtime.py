@@ -10,6 +10,7 @@ import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -125,9 +126,10 @@ class RankStep:
             return ""
         if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
-        if contents(template) != contents(captured.template):
+        holds_more = call.structure.form is None  # than tensors, whose collections the key of a step has
+        if holds_more and contents(template) != contents(captured.template):
             return "objects in the batch, which are no tensors, have changed"
-        total = replace(captured.request, structure=call.structure).total
+        total = captured.request.total_of(call.structure)
         return self.capture.changed(call.situation) or (self.capture.misfit_of_results(total) if total else "")
 
     def testimony(self, call: StepRequest) -> str:
@@ -268,7 +270,8 @@ def _sparse(module: nn.Module) -> frozenset[str]:
 _LONGEST = 24  # characters of a text that is said itself, not its hash
 
 
-def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
+@lru_cache(maxsize=1024)
+def slices(layout: Layout, sizes: tuple[int, ...]) -> frozenset[int]:
     """Return the numbers of samples that computes will have."""
     lengths = {
         len(layout.samples(stage, replica, microbatch, size))
@@ -276,7 +279,7 @@ def slices(layout: Layout, sizes: tuple[int, ...]) -> set[int]:
         for stage, ranks in enumerate(layout.stages)
         for replica in range(len(ranks))
     }
-    return lengths - {0}
+    return frozenset(lengths - {0})
 
 
 def pieces(layout: Layout, sizes: tuple[int, ...]) -> tuple[int, ...]:
