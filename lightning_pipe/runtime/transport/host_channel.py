@@ -22,7 +22,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -53,6 +53,7 @@ class Expected:
         buffers: contiguous tensors for them.
         owners: tensors whose memory the buffers are, where other memory will do as well; else empty.
         take: called with what is in the slot, as bytes, in the place of buffers.
+        byte_count: bytes of all tensors.
         got: how many of its bytes are there.
         note: what is there of the note that says in which slot it is, if it is in one.
         is_over: whether it is in its buffers.
@@ -62,14 +63,13 @@ class Expected:
     buffers: tuple[torch.Tensor, ...] = ()
     owners: tuple[torch.Tensor, ...] = ()
     take: Take | None = None
+    byte_count: int = field(init=False)
     got: int = 0
     note: bytes = b""
     is_over: bool = False
 
-    @property
-    def byte_count(self) -> int:
-        """Return the bytes of all tensors."""
-        return sum(self.sizes)
+    def __post_init__(self) -> None:
+        self.byte_count = sum(self.sizes)
 
     def end(self) -> None:
         """Note that it is there, and let go of memory."""
@@ -82,49 +82,46 @@ class Outbox:
     Attributes:
         line: the socket.
         left: how many messages have left.
+        queue: what found no room in the socket, and descriptors with it.
         error: why nothing can leave any more, or "".
     """
 
     def __init__(self, line: socket.socket) -> None:
         self.line, self.left, self.error = line, 0, ""
         self._posted = 0
-        self._queue: deque[tuple[bytes, int]] = deque()  # what found no room in the socket, and descriptors with it
+        self.queue: deque[tuple[bytes, int]] = deque()
         self._slots: list[mmap.mmap] = []  # shared memory of a message each
         self._free: set[int] = set()  # numbers of slots
         self._cut_credit = b""  # first bytes of a number of which the rest is still to come
 
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether something waits for room."""
-        return bool(self._queue) and not self.error
-
     def send(self, tensors: Sequence[torch.Tensor]) -> int:
         """Write a message, or keep it until there is room; return its number."""
         self._posted += 1
-        total, descriptor = sum(tensor.nbytes for tensor in tensors), _NONE
+        total, descriptor = sum([tensor.nbytes for tensor in tensors]), _NONE
         parts: list[Memory | bytes] = [*map(_memory, tensors)]
         if total > INLINE_BYTES:
             number, descriptor = self._put_in_slot(tensors)
             parts, total = [_NOTE.pack(number, descriptor != _NONE)], _NOTE.size
-        self.move()
-        waits = self.is_waiting
+        if self.queue:
+            self.move()
+        waits = bool(self.queue) and not self.error
         sent = 0 if waits or self.error else self._write(parts, descriptor)
         if sent == total and not waits:
             self.left += 1
         else:
-            self._queue.append((b"".join(map(bytes, parts))[sent:], descriptor if sent == 0 else _NONE))
+            self.queue.append((b"".join(map(bytes, parts))[sent:], descriptor if sent == 0 else _NONE))
             self.move()
         return self._posted
 
     def move(self) -> None:
         """Write what had no room."""
-        while self._queue and not self.error:
-            content, descriptor = self._queue[0]
+        while self.queue and not self.error:
+            content, descriptor = self.queue[0]
             sent = self._write([content], descriptor)
             if sent < len(content):
-                self._queue[0] = (content[sent:], descriptor if sent == 0 else _NONE)
+                self.queue[0] = (content[sent:], descriptor if sent == 0 else _NONE)
                 return
-            self._queue.popleft()
+            self.queue.popleft()
             self.left += 1
 
     def trim(self) -> None:
@@ -136,7 +133,7 @@ class Outbox:
     def close(self) -> None:
         """End the connection."""
         self.line.close()
-        for _, descriptor in self._queue:
+        for _, descriptor in self.queue:
             if descriptor != _NONE:
                 os.close(descriptor)
         self._slots.clear()
@@ -195,41 +192,38 @@ class Inbox:
 
     Attributes:
         line: the socket.
+        expected: messages that are, in their order.
+        owed: numbers of empty slots to give back; from whatever thread lets go of a tensor.
         error: why nothing can come any more, or "".
     """
 
     def __init__(self, line: socket.socket) -> None:
         self.line, self.error = line, ""
-        self._expected: deque[Expected] = deque()
+        self.expected: deque[Expected] = deque()
+        self.owed: deque[int] = deque()
         self._slots: dict[int, mmap.mmap] = {}
         self._new: mmap.mmap | None = None  # memory of the slot that comes with the next note
-        self._empty: deque[int] = deque()  # slots to give back; from whatever thread lets go of a tensor
         self._credits = b""  # that found no room in the socket
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether a message is expected."""
-        return bool(self._expected) and not self.error
 
     def expect(self, expected: Expected) -> None:
         """Let a message be the next but for those expected already."""
-        self._give_back()
+        self.give_back()
         expected.is_over = not expected.byte_count
         if not expected.is_over:
-            self._expected.append(expected)
+            self.expected.append(expected)
 
     def move(self) -> None:
         """Take what has come of the expected messages."""
         try:
-            while self._expected and not self.error:
-                if self._read(self._expected[0]):
-                    self._expected.popleft().end()
+            while self.expected and not self.error:
+                if self._read(self.expected[0]):
+                    self.expected.popleft().end()
         except BlockingIOError:
             return
         except OSError as error:
             self.error = _lost(error)
         finally:
-            self._give_back()
+            self.give_back()
 
     def close(self) -> None:
         """End the connection."""
@@ -258,7 +252,7 @@ class Inbox:
 
     def _take(self, number: int, expected: Expected) -> None:
         """Bring what is in a slot to its buffers, or give their owners, or who takes it, its parts."""
-        slot, lease, spans = self._slots[number], _Lease(number, self._empty), [*_spans(expected.sizes)]
+        slot, lease, spans = self._slots[number], _Lease(number, self.owed), [*_spans(expected.sizes)]
         if expected.take is not None:
             expected.take([lease.part(slot, span) for span in spans])
         content, owners = _bytes_of(slot), expected.owners or (None,) * len(expected.buffers)
@@ -269,10 +263,10 @@ class Inbox:
                 as_bytes(buffer).copy_(content[span])
         lease.end()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """Tell the sender which slots are empty; later, if there is no room for that now."""
-        while self._empty:
-            self._credits += _CREDIT.pack(self._empty.popleft())
+        while self.owed:
+            self._credits += _CREDIT.pack(self.owed.popleft())
         if self._credits:
             with contextlib.suppress(OSError):
                 self._credits = self._credits[self.line.send(self._credits) :]

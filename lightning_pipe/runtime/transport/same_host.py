@@ -152,10 +152,10 @@ class SameHost:
                 return False
             poll = select.poll()
             for inbox in self._inboxes.values():
-                if inbox.is_waiting:
+                if inbox.expected and not inbox.error:
                     poll.register(inbox.line, select.POLLIN)
             for outbox in self._outboxes.values():
-                if outbox.is_waiting:
+                if outbox.queue and not outbox.error:
                     poll.register(outbox.line, select.POLLOUT)
             poll.poll(left * 1e3)
             self.move()
@@ -164,9 +164,13 @@ class SameHost:
     def move(self) -> None:
         """Take what has come, and write what had no room."""
         for inbox in self._inboxes.values():
-            inbox.move()
+            if inbox.expected:
+                inbox.move()
+            else:
+                inbox.give_back()
         for outbox in self._outboxes.values():
-            outbox.move()
+            if outbox.queue:
+                outbox.move()
 
     def trim(self) -> None:
         """Give up the memory of slots that no message is in, as far as their receivers have said so."""
