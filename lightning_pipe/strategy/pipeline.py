@@ -146,7 +146,8 @@ class Pipeline:
         if call.method == TRAINING and self._config.witness and self._witness_is_due():
             step, sizes = self._witnessed(step, sizes, call, samples)
         before = StateSnapshot(self._weights) if self._may_be_undone(step, call) else None
-        turn = replace(turn, leave_sums=turn.leave_sums and before is None)
+        if before is not None:
+            turn = replace(turn, leave_sums=False)
         ran = self._run(step, sizes, call, turn)
         if before is not None and (new := before.trained_since()):
             before.restore()

@@ -400,7 +400,8 @@ class Session:
     def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
         at_once = self._are_gradients_read_at_once or self._hooks.is_needed
-        turn = replace(turn, synchronise=turn.synchronise or at_once)
+        if at_once and not turn.synchronise:
+            turn = replace(turn, synchronise=True)
         state = self._pipeline.runner
         summed = state.reduced
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
