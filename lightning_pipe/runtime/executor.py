@@ -295,16 +295,20 @@ class Executor:
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
-        with _Named(self.rank, compute):
+        try:
             stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
+        except Exception as error:
+            raise _named(error, self.rank, compute) from error
         if compute.kind == "F":
             samples = self._exchange.local(compute.stage, compute.microbatch)
             for name, content in stage.results(compute.microbatch).items():
                 results[name].append(ResultSlice(compute.microbatch, samples, content))
 
     def _join(self, joined: AnyCompute, job: BatchInput) -> None:
-        with _Named(self.rank, joined):
+        try:
             self.stages[joined.stage].join(joined.microbatches, self._slice(joined, job))
+        except Exception as error:
+            raise _named(error, self.rank, joined) from error
 
     def _slice(self, compute: AnyCompute, job: BatchInput) -> Slice:
         """Return the samples of a compute; a joined W draws no random numbers, so its key does not matter."""
@@ -336,8 +340,10 @@ class Executor:
         yield Wait(self._transport.reached(), Step())  # else it could be queued behind a sum that fails
         course.watch.raise_failure()
         started = course.recorder.mark()
-        with _Named(self.rank, Step()):
+        try:
             self._step()
+        except Exception as error:
+            raise _named(error, self.rank, Step()) from error
         course.recorder.add(Step(), started)
 
     def _finish_state(self, *, replicas: bool) -> Walk[None]:
@@ -381,20 +387,9 @@ def _leaf(job: BatchInput, index: int, *, first: int, count: int) -> Content:
     return leaf.narrow(dim, first, count)
 
 
-@dataclass(frozen=True)
-class _Named:
-    """Add to an error where it happened: a context that costs nothing where there is none."""
-
-    rank: int
-    instruction: Instruction
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        where = f"Rank {self.rank} failed at {self.instruction}"
-        if is_out_of_memory(error):
-            raise out_of_memory(where, error) from error
-        raise InstructionError(f"{where}: {type(error).__name__}: {error}") from error
+def _named(error: Exception, rank: int, instruction: Instruction) -> Exception:
+    """Return an error that says where another has happened."""
+    where = f"Rank {rank} failed at {instruction}"
+    if is_out_of_memory(error):
+        return out_of_memory(where, error)
+    return InstructionError(f"{where}: {type(error).__name__}: {error}")

@@ -262,6 +262,8 @@ class Exchange:
         stage = self._stages[message.source]
         local = self.local(message.source, message.microbatch)
         contents = stage.outgoing(message.direction, message.target, message.microbatch)
+        if message.samples == local:
+            return contents
         return {name: self._part(name, content, local, message) for name, content in contents.items()}
 
     def _part(self, name: str, content: Content, local: Samples, message: Message) -> Content:
