@@ -105,6 +105,8 @@ class Executor:
         self._begun: dict[int, VerifiedProgram] = {}  # by identity: a hash would look at every instruction
         self._parts: dict[tuple[int, tuple[int, ...]], Slice] = {}  # of the batch at hand
         self._milestones: list[Milestone] = []  # of that program
+        self._offloads_some = False  # that program
+        self._notes_slices = False  # whether it is noted where slices of the batch lie
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
         for stage in self.stages.values():
@@ -180,6 +182,8 @@ class Executor:
         self._check(program, milestones)
         clock = clock_of(self._state.device) if record or record_memory else None
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
+        self._offloads_some = bool(program.traffic.offloads)
+        self._notes_slices = record_memory or self._offloads_some
         self._begin(program, recorder, most_messages)
         parts = RankParts(
             self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
@@ -207,7 +211,8 @@ class Executor:
                     self._exchange.receive(instruction)
                 case Compute():
                     yield from self._exchange.collect(instruction)
-                    yield from self._offloads.collect(instruction)
+                    if self._offloads_some:
+                        yield from self._offloads.collect(instruction)
                     started = recorder.mark()
                     self._compute(instruction, course.job, course.results)
                     recorder.add(instruction, started)
@@ -288,10 +293,11 @@ class Executor:
         stage = self.stages[number]
         samples = self._exchange.local(number, microbatch)
         first = job.offsets[microbatch] + samples.start
-        indices = set(stage.program.leaves.values())
-        leaves = {index: _leaf(job, index, first=first, count=len(samples)) for index in indices}
+        count = len(samples)
+        leaves = {index: _leaf(job, index, first=first, count=count) for index in {*stage.program.leaves.values()}}
         stage.load(microbatch, leaves)
-        self._slices[microbatch] |= slices_of(leaves.values())
+        if self._notes_slices:
+            self._slices[microbatch] |= slices_of(leaves.values())
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
