@@ -97,7 +97,10 @@ class DictContent:
         now = self._now()
         if len(now) != len(content):
             return False
-        return all(a == b and same(x, y) for (a, x), (b, y) in zip(now.items(), content.items(), strict=True))
+        for (a, x), (b, y) in zip(now.items(), content.items(), strict=True):
+            if not (a == b and (x is y or same(x, y))):
+                return False
+        return True
 
     def changes(self) -> Iterator[StateChange]:
         """Yield what is no longer what it was."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.strategy.loading.known_structures import UNKNOWN
 
 _MOST_VALUES = 8  # values per tensor that enter a checksum
@@ -35,10 +34,10 @@ class Announcement:
         return [self.code, self.checksum, self.iteration, self.batch, self.structure, self.random_bytes]
 
 
-def checksum(batch: Any) -> int:
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a number that other data would hardly have: of shapes and of a few values of every tensor."""
     total = 0
-    for tensor in flatten(batch)[0]:
+    for tensor in tensors:
         total = zlib.crc32(str(tuple(tensor.shape)).encode(), total)
         if tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.numel():
             flat = tensor.detach().reshape(-1)

@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -32,6 +32,7 @@ import torch
 from lightning_pipe.capture.python.users_code import is_lightnings
 from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.keyed_random import Randomness
+from lightning_pipe.capture.torch_private import without_overrides
 from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
@@ -131,6 +132,15 @@ class Feed:
     def compares(self) -> bool:
         """Return whether several ranks load what must be the same."""
         return self._assigned and len(self._loading) > 1
+
+    def described(self, batch: Any) -> tuple[int, Hashable | None]:
+        """Return a checksum of a batch that was just loaded, and what tells its structure; 0, None if nobody asks."""
+        if not (self.compares or self.structures.is_plain):
+            return 0, None
+        with without_overrides():  # a mode that watches hooks would be asked for every shape
+            tensors, structure = flatten(batch)
+            number = checksum(tensors) if self.compares else 0
+            return number, structure.form if self.structures.is_plain else None
 
     def wrap(self, loader: Any) -> FedLoader:
         """Return a loader that is iterated on all ranks together."""
@@ -437,9 +447,8 @@ class FedIterator:
             if self._feed.leads:
                 self._announce(FAILED)
             raise
-        number = checksum(batch) if self._feed.compares else 0
+        number, form = self._feed.described(batch)
         structures = self._feed.structures
-        form = structures.form_of(batch)
         self._announce(BATCH, number, structures.expected(form), self._feed.random.since(before))
         structures.loaded(batch, form, self._feed.told)
         return batch

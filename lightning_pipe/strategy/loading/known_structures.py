@@ -12,8 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipe.capture.steps.batch import Structure, flatten
-from lightning_pipe.capture.torch_private import without_overrides
+from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.errors import BatchError
 
 UNKNOWN = -1
@@ -47,13 +46,6 @@ class KnownStructures:
 
     def __getitem__(self, number: int) -> Structure:
         return self._known[number]
-
-    def form_of(self, batch: Any) -> Hashable | None:
-        """Return what tells the structure of a batch that was just loaded; None if nothing does."""
-        if not self.is_plain:
-            return None
-        with without_overrides():  # a mode that watches hooks would be asked for every shape
-            return flatten(batch)[1].form
 
     def expected(self, form: Hashable | None) -> int:
         """Return the number of the structure that a batch of this form will have; `UNKNOWN` if that cannot be told."""
