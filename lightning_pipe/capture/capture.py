@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -238,7 +239,9 @@ class Capture:
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
-        if single := single_statistics(self.joint, self.flow, samples):
+        if samples not in self._single:
+            self._single[samples] = single_statistics(self.joint, self.flow, samples)
+        if single := self._single[samples]:
             return single
         if self.variants is None:
             return self.joint.fits(samples)
@@ -247,6 +250,11 @@ class Capture:
         except CaptureError as error:
             return str(error)
         return ""
+
+    @cached_property
+    def _single(self) -> dict[int, str]:
+        """Return what was found of numbers of samples so far: a batch norm that would see one value per channel."""
+        return {}
 
     @property
     def tells_of_batch(self) -> bool:

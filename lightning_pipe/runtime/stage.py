@@ -127,6 +127,7 @@ class Stage:
             if half is not None
         }
         self._waiting_for_weights = frozenset(name for due in self._due["W"].values() for name in due)
+        self._state_names = {*program.buffers.values(), *program.mutations}
         self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
         self.made: Callable[[str], None] = lambda name: None
 
@@ -151,7 +152,10 @@ class Stage:
         self._storages_of_parameters: frozenset[int] | None = None  # which stay while a program runs
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return self._copies[name] if name in self._copies else self._state.tensor(name)
+        if name in self._copies:
+            return self._copies[name]
+        state = self._state
+        return state.parameters[name] if name in state.parameters else state.buffers[name]
 
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
@@ -367,8 +371,7 @@ class Stage:
         """Return the storages of the stage's parameters and buffers, which change after a result was taken."""
         if self._storages_of_parameters is None:
             self._storages_of_parameters = storages_of(self._parameters.values())
-        names = {*self.program.buffers.values(), *self.program.mutations}
-        return self._storages_of_parameters.union([storage_of(self._tensor(name)) for name in names])
+        return self._storages_of_parameters | storages_of(map(self._tensor, self._state_names))
 
     def _update_buffers(self, microbatch: int, samples: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
