@@ -216,6 +216,14 @@ def test_hooks_on_gradients_can_be_taken_off_and_put_back():
     assert private.gradient_hooks(nn.Parameter(torch.ones(1))) == ({}, {})
 
 
+def test_parameters_with_hooks_are_those_that_have_some_now():
+    plain, changed, summed, bare = (nn.Parameter(torch.ones(1)) for _ in range(4))
+    changed.register_hook(lambda gradient: gradient)
+    summed.register_post_accumulate_grad_hook(lambda parameter: None)
+    bare.register_hook(lambda gradient: gradient).remove()
+    assert [id(one) for one in private.hooked([plain, changed, summed, bare])] == [id(changed), id(summed)]
+
+
 @pytest.mark.parametrize(
     "register", ["register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"]
 )

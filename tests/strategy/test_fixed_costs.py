@@ -72,3 +72,20 @@ def test_calls_per_step_grow_no_faster_than_the_model(options: dict[str, Any]) -
     for rank in range(2):
         per_layer = [(some[rank] - few[rank]) / (8 - 4), (many[rank] - some[rank]) / (16 - 8)]
         assert 0 < per_layer[1] < 1.25 * per_layer[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"layout": "1-1", "microbatches": 2}, 450), ({"layout": "2", "microbatches": 2}, 850)],
+    ids=["pipeline", "replicas"],
+)
+def test_what_holds_for_a_whole_fit_is_not_asked_per_parameter_of_every_step(
+    options: dict[str, Any], most: int
+) -> None:
+    """A layer of four parameters and three buffers made 680 to 1,100 calls: is it here, has it hooks, was it replaced.
+
+    What its operators, the optimizer and the sums of its gradients take is left.
+    """
+    few, many = (World(2).run(calls, depth, options) for depth in (8, 16))
+    for rank in range(2):
+        assert (many[rank] - few[rank]) / (16 - 8) / (LAST - FIRST) < most
