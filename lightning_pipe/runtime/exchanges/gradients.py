@@ -227,32 +227,40 @@ class Gradients:
                 sum(len(self._layout.samples(program.stage, replica, m, size)) for m, size in enumerate(sizes))
                 for replica in range(len(replicas))
             ]
+            means, copies = list[torch.Tensor](), list[torch.Tensor]()
             for name in sorted({*program.mutations, *program.written}):
-                equal = name in program.once or name in program.written
-                yield from self._synchronise(name, program.stage, computed, equal=equal)
+                buffer = self._state.tensor(name).detach()
+                is_equal = name in program.once or name in program.written
+                (means if buffer.is_floating_point() and not is_equal else copies).append(buffer)
+            for buffers, is_mean in ((means, True), (copies, False)):
+                alike = sorted(buffers, key=lambda buffer: str(buffer.dtype))
+                for run in flat_runs(alike, most_bytes=self._piece_bytes):
+                    yield from self._synchronise(run, program.stage, computed, is_mean=is_mean)
 
-    def _synchronise(self, name: str, stage: int, shares: Sequence[int], *, equal: bool) -> Walk[None]:
-        """Make a tensor equal on all replicas: the mean in these shares, or that of the first one with samples.
+    def _synchronise(
+        self, buffers: Sequence[torch.Tensor], stage: int, shares: Sequence[int], *, is_mean: bool
+    ) -> Walk[None]:
+        """Make tensors of one type equal on all replicas, by one message: their means, or those of the first replica.
 
         Args:
-            name: of the tensor.
+            buffers: the tensors.
             stage: whose replicas they are.
             shares: samples that each of them has computed; a smaller batch may have none for some.
-            equal: whether all that have computed have the same.
+            is_mean: whether the means in these shares are wanted, not what the first replica with samples has.
         """
-        replicas = self._layout.stages[stage]
-        group, buffer = stage_group(stage, self._layout), self._state.tensor(name).detach()
-        is_mean = not equal and buffer.is_floating_point()
+        replicas, group = self._layout.stages[stage], stage_group(stage, self._layout)
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
         if is_mean:
             share = shares[replicas.index(self._transport.rank)]
-            content = buffer.contiguous() * share if share else torch.zeros_like(buffer).contiguous()
-            handle = self._transport.all_reduce(content, group=group)
+            flat = flat * share if share else torch.zeros_like(flat)
+            handle = self._transport.all_reduce(flat, group=group)
         else:
-            content = buffer.contiguous()
             first = next(rank for rank, share in zip(replicas, shares, strict=True) if share)
-            handle = self._transport.broadcast(content, source=first, group=group)
-        yield Wait(handle, f"buffer {name}")
-        buffer.copy_(content / sum(shares) if is_mean else content)
+            handle = self._transport.broadcast(flat, source=first, group=group)
+        yield Wait(handle, f"the buffers of stage {stage}")
+        parts = (flat / sum(shares) if is_mean else flat).split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def flat_runs(tensors: Iterable[torch.Tensor], *, most_bytes: int) -> Iterator[tuple[torch.Tensor, ...]]:
