@@ -192,6 +192,7 @@ class Executor:
         if not (yield from self._follow(program.ranks[self.rank], course)):
             yield from self._exchange.give_up(left_over(program)[self.rank])
             yield from self._follow((Rollback(),), course)
+            del self._begun[id(program)]  # its backward has not run
             return ProgramResult({}, recorder.timeline(), given_up=True)
         yield from self._exchange.finish()
         self._offloads.finish()

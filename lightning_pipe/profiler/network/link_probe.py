@@ -123,9 +123,8 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
     pairs, groups = pairs_to_measure(hosts), groups_to_measure(hosts)
     if not pairs:
         return LinkFacts()
+    open_for_probe(transport, hosts=hosts)
     everyone = tuple(range(len(hosts)))
-    both_ways = sorted({channel for a, b in pairs for channel in ((a, b), (b, a))})
-    transport.open(channels=both_ways, groups=[everyone, *groups])
     probe = _Probe(transport, device=device, wait=wait, everyone=everyone)
     of_pairs = probe.measure(pairs, hosts, probe.pair)
     of_groups = probe.measure(groups, hosts, probe.reduction)
@@ -137,6 +136,12 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
         post_s_per_byte=max(m.post_s_per_byte for m in of_pairs),
         sum_busy_share=max(m.busy_share for m in of_groups),
     )
+
+
+def open_for_probe(transport: ProbeTransport, *, hosts: Sequence[int]) -> None:
+    """Open what `probe_links` uses; called on all ranks together, which may wait for each other in it."""
+    both_ways = sorted({channel for a, b in pairs_to_measure(hosts) for channel in ((a, b), (b, a))})
+    transport.open(channels=both_ways, groups=[tuple(range(len(hosts))), *groups_to_measure(hosts)])
 
 
 def pairs_to_measure(hosts: Sequence[int]) -> tuple[tuple[int, int], ...]:

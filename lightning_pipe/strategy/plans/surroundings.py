@@ -32,7 +32,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.profiler.cache import conditions, digest, write_among
 from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
 from lightning_pipe.profiler.network.host_copies import measure_swap
-from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, probe_links
+from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
 from lightning_pipe.profiler.optimizer import profile_optimizer
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.activations.trip import trip_s
@@ -98,7 +98,10 @@ class SurroundingsProbe:
             )
         with torch.inference_mode(False):
             swap = measure_swap(lambda count: trip_s(self._host, count, device=self._device))
-        links = probe_links(self._links.transport, hosts=hosts_of(facts), device=self._device, wait=self._wait)
+        transport, hosts = self._links.transport, hosts_of(facts)
+        with self._links.watch.opening("the connections that are measured"):
+            open_for_probe(transport, hosts=hosts)
+        links = probe_links(transport, hosts=hosts, device=self._device, wait=self._wait)
         runtime = rehearse(self._links, self._device)
         mine = replace(mine, benchmark_s=benchmark(self._device), swap=swap, overhead_bytes=self._overhead_bytes(mine))
         facts = self._gathered(mine, "the devices")
