@@ -15,6 +15,7 @@ import functools
 import pickle
 import random
 import struct
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +107,9 @@ def _drawn_ahead(memory: bytes) -> tuple[int, float]:
 
 @functools.cache
 def _can_read() -> bool:
-    """Return whether generators of both kinds have in their memory what they say."""
+    """Return whether generators of both kinds have in their memory what they say; elsewhere than in CPython, no."""
+    if sys.implementation.name != "cpython":
+        return False
     python, bits = random.Random(1), np.random.MT19937(1)
     numpy = np.random.RandomState(bits)
     python.random()
