@@ -2,8 +2,8 @@
 
 Where a device carries messages, the host queues a whole step before it sees the first of them land, and what was sent
 is kept until then. So before a compute a rank waits, on the device, for its oldest sends, until no more messages are
-under way than in the simulated timeline. That timeline keeps all these orders, so none of the waits closes a circle,
-however long things really take.
+under way than in the simulated timeline. That timeline keeps all these orders, so none of the waits closes a circle
+as long as messages move as soon as both ends are there.
 """
 
 from __future__ import annotations

@@ -16,11 +16,11 @@ from lightning_pipe.runtime.waiting import drive_together
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import SCHEDULES, order_of
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.simulator.in_flight import messages_under_way
 from lightning_pipe.simulator.memory import memory_curves
 from lightning_pipe.simulator.simulate import simulate
 from lightning_pipe.simulator.unit_prices import UnitPrices
 from lightning_pipe.strategy.plans.runtime_overhead import chain_split, chain_traffic
+from lightning_pipe.strategy.steps.message_bounds import message_bounds
 from runtime.late_transport import LateTransport
 
 RANKS, WIDTH = 4, 16
@@ -75,7 +75,7 @@ def test_handles_keep_no_more_than_the_simulator_counts(schedule: str, stages: i
     program, prices = program_of(schedule, microbatches, stages), MessagePrices()
     curves = memory_curves(simulate(program, prices), program=program, prices=prices)
     counted = [max(curve.buffer_bytes) for curve in curves]
-    kept = peaks(program, bounds=messages_under_way(program))
+    kept = peaks(program, bounds=message_bounds(program))
     assert all(most <= planned for most, planned in zip(kept, counted, strict=True)), (kept, counted)
 
 
@@ -83,10 +83,3 @@ def test_handles_keep_no_more_than_the_simulator_counts(schedule: str, stages: i
 def test_without_a_bound_a_rank_keeps_what_it_has_sent_until_its_step(microbatches: int) -> None:
     kept = peaks(program_of("gpipe", microbatches, 4), bounds=(None,) * RANKS)
     assert kept[0] >= microbatches * MESSAGE_BYTES
-
-
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name != "milp"])
-def test_no_program_gets_stuck_by_its_bound_on_sends(schedule: str) -> None:
-    stages = RANKS * SCHEDULES[schedule].stages_per_device[0]
-    program = program_of(schedule, 8, stages)
-    peaks(program, bounds=messages_under_way(program))

@@ -32,19 +32,44 @@ The laws local to a rank and the order of channels must have been checked before
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
 from lightning_pipe.core.milestones import Milestone, milestone_effects
-from lightning_pipe.core.program import AnyCompute, Instruction, Launches, Pass, Program, Recv, Reduce, Send, Step
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Instruction,
+    Launches,
+    Pass,
+    Program,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    VerifiedProgram,
+)
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.rules import holders
 
 Channel: TypeAlias = tuple[int, int]
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
+
+
+def ends_within(program: VerifiedProgram, most_messages: Sequence[int]) -> bool:
+    """Return whether a program ends on a device though each compute first waits until few messages are under way.
+
+    A message is under way from its place in the list until the receiver has launched it (sends), or until the compute
+    that takes it (receives). The oldest sends are waited for. A host that waits for its stream launches nothing ahead,
+    so a receive is launched no sooner than by the compute that needs it.
+
+    Args:
+        program: proved for launches "late".
+        most_messages: by rank, how many may be under way beside a compute.
+    """
+    return not _DeviceRun(program, is_early=False, most_messages=most_messages).to_the_end()
 
 
 def check_progress(program: Program, *, launches: Launches = "on host") -> None:
@@ -78,6 +103,7 @@ class _Run:
         buckets = program.traffic.buckets
         self._holders = [holders(bucket, layout=program.layout) for bucket in buckets]
         self._blocked: dict[int, list[int]] = defaultdict(list)  # rank that must move -> ranks that wait for it
+        self._stirred = set[int]()  # ranks that have done something for others where they stand
 
     def to_the_end(self) -> dict[int, tuple[int, int]]:
         """Return by stuck rank its position and the rank that it waits for."""
@@ -88,7 +114,8 @@ class _Run:
             waits.pop(rank, None)
             before = self._position[rank]
             awaited = self._advance(rank)
-            if self._position[rank] > before:
+            if self._position[rank] > before or rank in self._stirred:
+                self._stirred.discard(rank)
                 runnable.extend(self._blocked.pop(rank, ()))
             if awaited is not None:
                 waits[rank] = (self._position[rank], awaited)
@@ -148,13 +175,17 @@ class _DeviceRun(_Run):
     Args:
         program: to be run.
         is_early: whether receives are launched where they stand.
+        most_messages: by rank, how many messages may be under way beside a compute; None for any number.
     """
 
     law = "launch"
 
-    def __init__(self, program: Program, *, is_early: bool) -> None:
+    def __init__(self, program: Program, *, is_early: bool, most_messages: Sequence[int] | None = None) -> None:
         super().__init__(program)
-        self._is_early = is_early
+        self._is_early, self._most = is_early, most_messages
+        self._sends: dict[int, deque[tuple[Channel, int]]] = defaultdict(deque)  # by rank: those under way
+        self._taken: Counter[Channel] = Counter()  # launched receives
+        self._receiving: Counter[int] = Counter()  # by rank: receives that no compute has taken
         self._waiting: dict[int, deque[_Launched]] = defaultdict(deque)  # by rank: launched receives
         self._announced: dict[Channel, deque[_Launched]] = defaultdict(deque)
 
@@ -171,21 +202,45 @@ class _DeviceRun(_Run):
             channel = (instruction.peer, rank)
             launched = _Launched(instruction, channel, self._received[channel], self._position[rank])
             (self._waiting[rank] if self._is_early else self._announced[channel]).append(launched)
+            self._receiving[rank] += 1
         elif isinstance(instruction, AnyCompute) and not self._is_early:
             self._launch(instruction, rank)
         if not isinstance(instruction, Recv) and (late := self._late_launched(rank)) is not None:
             return late
+        if isinstance(instruction, Send):
+            channel = (rank, instruction.peer)
+            self._sends[rank].append((channel, self._sent[channel]))
+        elif isinstance(instruction, AnyCompute) and (full := self._late_taker(instruction, rank)) is not None:
+            return full
         return super()._try(instruction, rank)
+
+    def _late_taker(self, compute: AnyCompute, rank: int) -> int | None:
+        """Return the rank that has not launched the receive of the oldest send, if too many messages are under way."""
+        if self._most is None:
+            return None
+        sends, receives = self._sends[rank], self._receiving[rank] - len(self._needed(compute, rank))
+        while len(sends) + receives > self._most[rank] and sends and self._taken[sends[0][0]] > sends[0][1]:
+            sends.popleft()
+        if sends and len(sends) + receives > self._most[rank]:
+            return sends[0][0][1]
+        self._receiving[rank] = receives
+        return None
+
+    def _needed(self, compute: AnyCompute, rank: int) -> list[tuple[Channel, int]]:
+        """List the messages that a compute takes."""
+        if (direction := compute.direction) is None:
+            return []
+        uses = ((rank, compute.stage, direction, microbatch) for microbatch in compute.microbatches)
+        return [arrival for use in uses for arrival in self._arrivals[use]]
 
     def _launch(self, compute: AnyCompute, rank: int) -> None:
         """Launch the receives that a compute needs, and earlier ones of their channels."""
-        if (direction := compute.direction) is None:
-            return
-        uses = ((rank, compute.stage, direction, microbatch) for microbatch in compute.microbatches)
-        for channel, number in (arrival for use in uses for arrival in self._arrivals[use]):
+        for channel, number in self._needed(compute, rank):
             announced = self._announced[channel]
             while announced and announced[0].number <= number:
                 self._waiting[rank].append(announced.popleft())
+                self._taken[channel] += 1
+                self._stirred.add(rank)
 
     def _late_launched(self, rank: int) -> int | None:
         """Return the rank that has not sent what the oldest launched receive of this one waits for."""

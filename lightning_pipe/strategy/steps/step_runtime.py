@@ -39,11 +39,11 @@ from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.simulator.in_flight import messages_under_way
 from lightning_pipe.strategy.parameters.weights import Placement, Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.compilation import Compilation
 from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.message_bounds import message_bounds
 from lightning_pipe.strategy.steps.metrics import exchanged
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
@@ -207,7 +207,7 @@ class RankStep:
         if self._links.transport.launches == "on host":
             return None
         if id(program) not in self._most_messages:
-            self._most_messages[id(program)] = messages_under_way(program)[self._links.control.rank]
+            self._most_messages[id(program)] = message_bounds(program)[self._links.control.rank]
         return self._most_messages[id(program)]
 
     def keep_sums_once(self) -> None:
