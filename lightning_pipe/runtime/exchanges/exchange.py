@@ -153,7 +153,7 @@ class Exchange:
 
     def _let_go(self) -> None:
         """Forget sends that have landed: their handles keep memory."""
-        if any(handle.landed() for _, handle in self._sends):
+        if self._sends:
             self._sends = deque((send, handle) for send, handle in self._sends if not handle.landed())
 
     def collect(self, compute: Compute) -> Walk[None]:

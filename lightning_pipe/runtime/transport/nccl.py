@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median_high
@@ -54,8 +54,7 @@ class NcclTransport:
 
     def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
         self.rank = rank
-        self.device: torch.device | None = device
-        self._device = device
+        self.device = device
         self._aborted = AbortFlag()
         self._collectives = Collectives("nccl", timeout_s=timeout_s, aborted=self._aborted)
         self._pairs: dict[Channel, dist.ProcessGroup | None] = {}  # None: this rank is at neither end
@@ -117,11 +116,11 @@ class NcclTransport:
 
     def reached(self) -> Handle:
         """Return the handle of all that the device was told until now."""
-        return StreamReached(self._device, self._aborted)
+        return StreamReached(self.device, self._aborted)
 
     def trim(self) -> None:
         """Destroy all communicators; `open` makes those again that a program uses."""
-        for pair in _members_only(self._pairs.values()):
+        for pair in self._own_pairs():
             dist.destroy_process_group(pair)
         self._pairs.clear()
         self._receives.clear()
@@ -133,7 +132,7 @@ class NcclTransport:
         Each has a thread of its own: one that hangs or fails must not keep the others from being aborted.
         """
         self._aborted.is_set = True
-        for group in _members_only([*self._pairs.values(), *self._collectives.process_groups()]):
+        for group in (*self._own_pairs(), *self._collectives.process_groups()):
             threading.Thread(target=_abort, args=(group,), name="abort", daemon=True).start()
 
     def close(self) -> None:
@@ -141,7 +140,7 @@ class NcclTransport:
         if not self._aborted.is_set:
             self.trim()
             return
-        for group in _members_only([*self._pairs.values(), *self._collectives.process_groups()]):
+        for group in (*self._own_pairs(), *self._collectives.process_groups()):
             try:
                 dist.destroy_process_group(group)
             except Exception as error:  # whatever NCCL says of what was aborted
@@ -149,9 +148,13 @@ class NcclTransport:
         self._pairs.clear()
         self._receives.clear()
 
+    def _own_pairs(self) -> list[dist.ProcessGroup]:
+        """Return the pairs of which this rank is an end; from any thread."""
+        return [pair for pair in [*self._pairs.values()] if pair is not None]
+
     def _beside(self) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self.device)
         return self._stream
 
     def _of(self, channel: Channel) -> dist.ProcessGroup:
@@ -162,15 +165,15 @@ class NcclTransport:
     def _measured(self, greet: partial[None]) -> None:
         """Let a new communicator carry something, and note by how much less memory is free then."""
         self._aborted.check()
-        before, _ = torch.cuda.mem_get_info(self._device)
+        before, _ = torch.cuda.mem_get_info(self.device)
         greet()
         self.reached().wait(0.0)
-        after, _ = torch.cuda.mem_get_info(self._device)
+        after, _ = torch.cuda.mem_get_info(self.device)
         self._sizes.append(max(0, before - after))
 
     def _greet(self, channel: Channel) -> None:
         sender, receiver = channel
-        element = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        element = torch.zeros(1, dtype=torch.uint8, device=self.device)
         if self.rank == sender:
             self.send([element], peer=receiver).wait(0.0)
         else:
@@ -179,7 +182,7 @@ class NcclTransport:
     def _greet_group(self, group: Group) -> None:
         """Sum and copy in the sizes that training uses: NCCL connects an algorithm when it is first chosen."""
         for count in (1, PIECE_BYTES // 4):
-            numbers = torch.zeros(count, dtype=torch.float32, device=self._device)
+            numbers = torch.zeros(count, dtype=torch.float32, device=self.device)
             self.all_reduce(numbers, group=group).wait(0.0)
         self.broadcast(numbers[:1], source=group[0], group=group).wait(0.0)
 
@@ -214,10 +217,6 @@ def _errors_left_to_us() -> Iterator[None]:
         yield
     finally:
         del os.environ[_HANDLING]
-
-
-def _members_only(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
-    return [group for group in groups if group is not None]
 
 
 def _abort(group: dist.ProcessGroup) -> None:

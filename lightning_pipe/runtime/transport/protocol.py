@@ -26,12 +26,15 @@ class Transport(Protocol):
     Attributes:
         rank: this rank.
         launches: how receives are launched; a program must be proved for that.
-        device: which carries out what is posted, so that the host need not wait for it; None where the host does.
     """
 
     rank: int
     launches: Launches
-    device: torch.device | None
+
+    @property
+    def device(self) -> torch.device | None:
+        """Return what carries out whatever is posted, so that the host need not wait; None where the host does."""
+        ...
 
     @property
     def communicator_bytes(self) -> int:
