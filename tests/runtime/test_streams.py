@@ -36,12 +36,13 @@ OFFLOAD = "lightning_pipe.runtime.activations.cuda"
 OFFLOADS = "lightning_pipe.runtime.activations.offloads"
 RECORDER = "lightning_pipe.capture.stages.cuda_recorder"
 RESULTS = "lightning_pipe.runtime.exchanges.results"
+WORKS = "lightning_pipe.runtime.transport.device_works"
 GLOO = "lightning_pipe.runtime.transport.gloo"
 FOREVER_S = 5.0
 SIZE = 8
 
 Law = Callable[[ModuleType, FakeCuda], None]
-LAWS: dict[str, list[Law]] = {OFFLOAD: [], OFFLOADS: [], RECORDER: [], RESULTS: [], GLOO: []}
+LAWS: dict[str, list[Law]] = {OFFLOAD: [], OFFLOADS: [], RECORDER: [], RESULTS: [], WORKS: [], GLOO: []}
 
 
 def law_of(name: str) -> Callable[[Law], Law]:
@@ -248,6 +249,13 @@ def pinned_memory_is_used_again_when_it_has_been_read(module: ModuleType, fake: 
     assert "cudaHostAlloc" not in fake.calls
 
 
+@law_of(WORKS)
+def the_host_reads_what_its_stream_has_reached(module: ModuleType, fake: FakeCuda) -> None:
+    results = unchanged(RESULTS)
+    results.StreamReached = module.StreamReached  # type: ignore[attr-defined]
+    results_are_read_on_the_host_when_they_are_there(results, fake)
+
+
 def awaited(handle: Any) -> None:
     while not handle.wait(FOREVER_S):
         pass
@@ -338,9 +346,9 @@ MUTANTS = [
     Mutant(OFFLOADS, "yield Wait(parcel.returned, Fetch(compute.stage, compute.microbatch))", "yield from ()"),
     Mutant(RECORDER, "self._stream.wait_stream(current)"),
     Mutant(RECORDER, "current.wait_stream(self._stream)"),
-    Mutant(RESULTS, "event.record(torch.cuda.current_stream(self._device))"),
+    Mutant(WORKS, "self._event.record(torch.cuda.current_stream(device))"),
     Mutant(RESULTS, 'yield Wait(under_way, "the results of this rank")'),
-    Mutant(RESULTS, "self.event.synchronize()"),
+    Mutant(WORKS, "self._event.synchronize()"),
     Mutant(GLOO, "copied.record()"),
     Mutant(GLOO, "copied.synchronize()"),
     Mutant(GLOO, "if not self.ending.wait(timeout_s):", "if False:"),

@@ -34,6 +34,7 @@ from lightning_pipe.runtime.exchanges.groups import everyone
 from lightning_pipe.runtime.exchanges.slicing import Content, combine, from_tensor, to_tensor
 from lightning_pipe.runtime.job import ResultSlice
 from lightning_pipe.runtime.transport.collectives import as_bytes
+from lightning_pipe.runtime.transport.device_works import StreamReached
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Wait, Walk
 
@@ -106,22 +107,6 @@ class _Letter:
         """Post it, and return what its end is waited for by."""
         self.fill()
         return Wait(self.post(), self.what)
-
-
-@dataclass(frozen=True)
-class _Reached:
-    """The handle of all that a device was told before an event."""
-
-    event: torch.cuda.Event
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the device, whatever the time-out: the guard keeps to deadlines, and an abort ends the wait."""
-        self.event.synchronize()
-        return True
-
-    def landed(self) -> bool:
-        """Return whether the device is there."""
-        return bool(self.event.query())
 
 
 class _PinnedBuffers:
@@ -201,9 +186,7 @@ class Results:
         if self._sums_on == self._device or self._device.type != "cuda":
             under_way: Handle | list[Wait] = [letter.posted() for letter in (sums, *sent)]
         else:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            under_way = _Reached(event)
+            under_way = StreamReached(self._device)
         return self._collected(program, places, sums, sent, sorted(votes or {}), under_way)
 
     def _collected(

@@ -140,11 +140,11 @@ class StreamReached:
 
     Args:
         device: the device.
-        aborted: of the communicators whose works are among it.
+        aborted: of the communicators whose works are among it; None where there are none.
     """
 
-    def __init__(self, device: torch.device, aborted: AbortFlag) -> None:
-        self._aborted = aborted
+    def __init__(self, device: torch.device, aborted: AbortFlag | None = None) -> None:
+        self._aborted = aborted or AbortFlag()
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
