@@ -54,6 +54,29 @@ def test_a_replayed_loss_is_that_of_the_whole_batch_or_refused(name):
         assert found.warned or worst(found, plain(name)) < ROUNDING, (found, plain(name))
 
 
+class Auxiliary(torch.autograd.Function):
+    """Adds a term to the gradient that the loss does not show, as auxiliary losses of experts do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient - 1.1 / gradient.numel()
+
+
+def test_a_mean_stays_a_mean_where_its_gradient_is_neither_a_mean_nor_a_sum():
+    """As a sum its gradient was nearer, and the loss that was reported was four times that of one device."""
+
+    def loss(m, o, y):
+        return Auxiliary.apply(o).mean()
+
+    found, expected = fit_cut(loss), fit(loss, "auto")
+    assert found.losses == pytest.approx(expected.losses)
+    assert "do not give what the whole batch gives" in " ".join(found.warned)
+
+
 def fit_or_refusal(loss, capture: str):
     """Return what a fit gave, or the text of its refusal."""
     try:

@@ -95,6 +95,7 @@ class StepFunction(nn.Module):
         self.identified: Callable[[StepIdentity], None] = _nothing
         self.has_python_backward = False
         self._twins = twin_buffers(module)
+        self._assigned: frozenset[str] = frozenset()  # buffers that the last run has assigned
         self._vector: torch.Tensor | None = None  # of tracked numbers, as the last run has seen it
         self._buffer_names = frozenset({NUMBERS, *(f"model.{name}" for name, _ in module.named_buffers())})
 
@@ -200,25 +201,35 @@ class StepFunction(nn.Module):
     def _state_in_place(self) -> Iterator[None]:
         """Hang one tensor in all places of a buffer, and write into it what the step assigns to it in the end.
 
+        A step that assigns a buffer reads a copy of it. The backward of what it has read would otherwise find the new
+        content, since autograd saves views of the buffer, and the tracer takes these again when it needs them.
+
         Raises:
             CaptureError: if the step leaves other state than it has found: of another name, form or kind.
         """
+        shared = {name for first, twins in self._twins.items() for name in (first, *twins)}
         outside = ModuleTables(self.model)
         try:
             for first, twins in self._twins.items():
                 for path, _, name in (twin.rpartition(".") for twin in twins):
                     self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(first)
             tables = ModuleTables(self.model)
+            for assigned in self._assigned:
+                path, _, name = assigned.rpartition(".")
+                self.model.get_submodule(path)._buffers[name] = self.model.get_buffer(assigned).clone()
             yield
             renamed = [(name, "registers or removes") for name in tables.renamed()]
-            for name, before, now in tables.replaced():
-                if isinstance(before, nn.Parameter | nn.Module) or not _same_form(before, now):
+            replaced = list(tables.replaced())
+            for name, before, now in replaced:
+                is_buffer = not isinstance(before, nn.Parameter | nn.Module) and name not in shared
+                if not is_buffer or not _same_form(before, now):
                     renamed.append((name, "replaces"))
                 else:
                     with torch.no_grad(), keeping_version(before):
                         before.copy_(now.detach())
             for name, what in renamed:
                 raise hazard(f"it {what} self.{name} (state)", assignment_line(self.model, name))
+            self._assigned = frozenset(name for name, _, _ in replaced)
         finally:
             outside.restore()
 

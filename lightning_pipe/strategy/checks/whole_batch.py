@@ -299,7 +299,8 @@ def measure(
         request: what was captured; its module is whole.
         tensors: leaves of the batch.
         sizes: samples of the micro-batches.
-        role: what the loss is taken for; the other is tried if this one does not agree.
+        role: what the loss is taken for; the other is tried if this one does not agree. Where neither does, what the
+            operations of the loss say stays: its gradient may have terms that they do not show.
 
     Raises:
         Incomparable: if the two cannot be run.
@@ -319,7 +320,9 @@ def measure(
             return Measured(one, *compared(plain, loss, gradients), tuple(lines))
 
         if not (found := cut(tensors, role)).agrees:
-            found = min((found, cut(tensors, _OTHER[role])), key=lambda one: one.relative)
+            other = cut(tensors, _OTHER[role])
+            if other.agrees or (captured.loss_role not in ("mean", "sum") and other.relative < found.relative):
+                found = other
         begin = time.perf_counter()
         for number, ordered in enumerate(_other_orders(tensors, request) if not _is_proven(captured) else ()):
             if not found.agrees or (number > 1 and time.perf_counter() - begin > _RANDOM_SECONDS):
