@@ -83,6 +83,10 @@ class StepError(CaptureError):
         self.said = said
 
 
+class ChangedStateError(CaptureError):
+    """Report a step that changes state which it reads again in its next call."""
+
+
 class FewSamplesError(CaptureError):
     """Report a step that runs with a whole batch, and not with some of its samples."""
 

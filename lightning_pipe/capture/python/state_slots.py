@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -156,7 +157,8 @@ def _named(container: Any, owner: Place, names: Iterable[str], seen: set[Any]) -
         seen.add(slot.place)
         value = container[name]
         if isinstance(value, types.ModuleType):
-            if not is_installed(getattr(value, "__file__", None) or "<"):
+            is_builtin = value.__name__ in sys.builtin_module_names  # the first import changes `sys.modules`
+            if not is_builtin and not is_installed(getattr(value, "__file__", None) or "<"):
                 inside = replace(slot, path=(("globals", value.__name__),))
                 yield from _named(vars(value), inside, names, seen)
         elif isinstance(value, type):

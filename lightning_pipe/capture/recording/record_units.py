@@ -187,6 +187,21 @@ class UnitRecorder:
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
 
+    def outcome(self) -> list[torch.Tensor]:
+        """Run the step and its backward; return what it computes: what it says, the loss, and norms of gradients."""
+        recording = StepRecording()
+        with self._scene(recording):
+            output = self._call(self._leaves(0))
+            loss = loss_of(self.request.module, self.request.method, output)
+            recording.returned = recording.lift(output, loss)
+        results = [result.detach() for result in recording.results]
+        if loss is None:
+            return results
+        loss.backward()
+        norms = [torch.zeros(()) if p.grad is None else p.grad.norm() for p in self.request.module.parameters()]
+        self.request.module.zero_grad()
+        return [loss.detach(), *results, *norms]
+
     def refuse_nothing(self) -> None:
         """Refuse a training step whose last run has returned None.
 

@@ -41,10 +41,10 @@ _HELP = (
 )
 
 
-def hazard(what: str, line: str, module: str = "") -> CaptureError:
+def hazard(what: str, line: str, module: str = "", *, kind: type[CaptureError] = CaptureError) -> CaptureError:
     """Build the refusal that names the hazard and the user's line."""
     inside = f" (in module {module})" if module else ""
-    return CaptureError(f"The step cannot be captured: {what}{at(line)}{inside}. {_HELP}")
+    return kind(f"The step cannot be captured: {what}{at(line)}{inside}. {_HELP}")
 
 
 def at(line: str) -> str:

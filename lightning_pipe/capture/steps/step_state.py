@@ -32,6 +32,7 @@ from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, is_result
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told
+from lightning_pipe.errors import ChangedStateError
 from lightning_pipe.lightning_names import pl
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -114,7 +115,8 @@ class StepState:
 
     def _refuse(self, slot: Place) -> None:
         line = assignment_line(self.module, slot.name.removeprefix("self."))
-        raise hazard(f"it changes {slot.name} and reads it again in the next call (state)", line)
+        what = f"it changes {slot.name} and reads it again in the next call (state)"
+        raise hazard(what, line, kind=ChangedStateError)
 
 
 class DataWriter(TorchFunctionMode):

@@ -10,15 +10,12 @@ leave, which is undone then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_pipe.capture.python.inner_states import set_state, state_of
-from lightning_pipe.capture.python.places import Place, follow
 from lightning_pipe.capture.python.state_slots import data_module_slots, shared_slots
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.capture.steps.record import KeptState
@@ -27,7 +24,7 @@ from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-from lightning_pipe.strategy.steps.metrics import keep_state
+from lightning_pipe.strategy.steps.kept_state import keep_all, keep_told
 
 _MOST_ELEMENTS = 2**18  # of a tensor that is told
 
@@ -75,45 +72,11 @@ class LeftByHooks:
         if not feed.loads:
             feed.random.follow(drawn)
             for one in left:
-                self._keep(one)
+                keep_told(one, self._module, self._device)
 
-    @contextlib.contextmanager
-    def shown(self, left: Sequence[KeptState]) -> Iterator[None]:
+    def shown(self, left: Sequence[KeptState]) -> contextlib.AbstractContextManager[Any]:
         """Have the module inside as hooks would leave it."""
-        undo = []
-        try:
-            for one in left:
-                undo.append(_undoing(follow(self._module, one.path), one))
-                self._keep(one)
-            yield
-        finally:
-            for action in reversed(undo):
-                action()
-
-    def _keep(self, one: KeptState) -> None:
-        keep_state(one, mapped(one.value, torch.Tensor, self._on_device), self._module)
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device)
-
-
-def _undoing(slot: Place, change: KeptState) -> Callable[[], object]:
-    """Return what undoes a change that is about to be made."""
-    now: Any = slot.read()
-    match change.how:
-        case "assign" | "remove":
-            return partial(slot.write, now)
-        case "extend":
-            return partial(now.__delitem__, slice(len(now), None))
-        case "state":
-            return partial(set_state, now, state_of(now))
-    content = dict(now) if isinstance(now, dict) else list(now)
-
-    def refill() -> None:
-        now.clear()
-        (now.extend if hasattr(now, "extend") else now.update)(content)
-
-    return refill
+        return keep_all(left, self._module, self._device)
 
 
 def _is_small(value: Any) -> bool:

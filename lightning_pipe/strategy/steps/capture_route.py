@@ -14,13 +14,18 @@ from dataclasses import replace
 from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.errors import CaptureError, FewSamplesError
+from lightning_pipe.errors import CaptureError, ChangedStateError, FewSamplesError
 
 log = logging.getLogger(__name__)
 
 
 def captured_by(
-    route: str, request: Request, *, traced: Callable[[Request], UnitTrace], refusals: Callable[[bool], tuple[int, int]]
+    route: str,
+    request: Request,
+    *,
+    traced: Callable[[Request], UnitTrace],
+    refusals: Callable[[bool], tuple[int, int]],
+    settled: Callable[[Request], tuple[list[str], Callable[[], None]]],
 ) -> Route:
     """Capture a step.
 
@@ -29,6 +34,8 @@ def captured_by(
         request: the step.
         traced: finds the units of the step by a run on real tensors; called on all ranks together.
         refusals: tells the other ranks whether this one refuses a graph; returns how many do and how many there are.
+        settled: leaves on the module what a first call of the step leaves for good; returns the names of that, and
+            what undoes it. Called on all ranks together.
 
     Raises:
         CaptureError: if no route that is allowed can hold the step; or where it cannot be one graph on some ranks only,
@@ -36,15 +43,18 @@ def captured_by(
     """
     if route == "replay":
         return _replayed(request, traced, reason="capture='replay' asks for it")
-    captured: Capture | None = None
-    reason: CaptureError | None = None
-    try:
-        captured = capture_step(request)
-    except CaptureError as refused:
-        reason = refused
+    captured, reason = _joint(request)
     refusing, ranks = refusals(reason is not None)
     if captured is not None:
         return captured  # if another rank refuses, its error comes to this one too
+    if refusals(isinstance(reason, ChangedStateError)) == (ranks, ranks):
+        names, undo = settled(request)
+        captured, _ = _joint(request) if names else (None, None)
+        if refusals(captured is None) == (0, ranks):
+            assert captured is not None, "no rank refuses it"
+            log.info("%s is captured as its first call leaves %s.", request.method, ", ".join(names))
+            return captured
+        undo()
     assert reason is not None, "a step is captured or refused"
     if route == "joint" or refusing < ranks:
         raise reason
@@ -56,6 +66,14 @@ def captured_by(
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
     log.info("%s: %s", request.method, replay.told())
     return replay
+
+
+def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError]:
+    """Return a step as one graph, or why it is none."""
+    try:
+        return capture_step(request), None
+    except CaptureError as refused:
+        return None, refused
 
 
 def _replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:

@@ -17,17 +17,13 @@ from unittest import mock
 
 import torch
 import torchmetrics
-from typing_extensions import assert_never
 
 from lightning_pipe.capture import Route
-from lightning_pipe.capture.python.inner_states import set_state
-from lightning_pipe.capture.python.places import ABSENT, follow
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
     AnswerGuard,
     BatchText,
     Computed,
-    KeptState,
     LogCall,
     LoggerCall,
     MetricCall,
@@ -45,6 +41,7 @@ from lightning_pipe.capture.tracked.number_expressions import Situation, evaluat
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.runtime.exchanges.slicing import Content
+from lightning_pipe.strategy.steps.kept_state import keep_state
 
 
 def outputs(record: StepRecord) -> tuple[str, ...]:
@@ -134,37 +131,6 @@ def _of_metrics(said: OfMetrics) -> Any:
             f"What the step makes of the result of a torchmetrics object fails: {type(error).__name__}: {error}."
             f"{known} Give the result as it is to self.log or self.log_dict."
         ) from error
-
-
-def keep_state(kept: KeptState, value: Any, module: pl.LightningModule) -> None:
-    """Leave on the module of this rank what a step has left behind.
-
-    Raises:
-        PipelineError: if it is not known where.
-    """
-    if not kept.path:
-        raise PipelineError(
-            f"The step changes {kept.name} in this batch, which can neither be put back for the next micro-batch nor "
-            "found by other ranks. Keep numbers, lists or dicts on the module instead."
-        )
-    slot = follow(module, kept.path)
-    match kept.how:
-        case "assign":
-            slot.write(value)
-        case "remove":
-            slot.write(ABSENT)
-        case "extend":
-            slot.read().extend(value)
-        case "refill":
-            collection = slot.read()
-            collection.clear()
-            (collection.update if isinstance(collection, set | dict) else collection.extend)(value)
-        case "update":
-            slot.read().update(value)
-        case "state":
-            set_state(slot.read(), value)
-        case _:
-            assert_never(kept.how)
 
 
 def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> Any:

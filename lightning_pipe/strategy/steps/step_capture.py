@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.python.places import Place
+from lightning_pipe.capture.recording.settled_state import settled_state
 from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
@@ -24,8 +25,10 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.on_device import run_on_device
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.kept_state import keep_all
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
+T = TypeVar("T")
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 
 
@@ -115,7 +118,13 @@ class StepCapture:
             if reason:
                 found: Route = Replay(request, traced(request), reason=reason)
             else:
-                found = captured_by(self._setup.config.capture, request, traced=traced, refusals=self._refusals)
+                found = captured_by(
+                    self._setup.config.capture,
+                    request,
+                    traced=traced,
+                    refusals=self._refusals,
+                    settled=partial(self._settled, call),
+                )
         return Captured(found, replace(request, answers=None), reader, call.structure.template)
 
     def _agreed_answers(self, call: StepRequest, asked: Request) -> Callable[[], tuple[bool, ...]] | None:
@@ -140,15 +149,28 @@ class StepCapture:
         return int(told), control.ranks
 
     def _traced(self, call: StepRequest, request: Request) -> UnitTrace:
-        """Find the units of a step by a real run on rank 0, where the whole module is for that long."""
+        """Find the units of a step by a real run on rank 0."""
+        run = partial(trace_units, parts=self._setup.links.control.ranks)
+        return self._run_on_first(run, call, request, what="the units of the step")
+
+    def _settled(self, call: StepRequest, request: Request) -> tuple[list[str], Callable[[], None]]:
+        """Leave on the module of every rank what a first call of the step leaves for good; return how to undo it."""
+        settled = self._run_on_first(settled_state, call, request, what="what a first call of the step leaves")
+        undo = keep_all(settled, self._setup.module, self._setup.device)
+        return [change.name for change in settled], undo.close
+
+    def _run_on_first(
+        self, run: Callable[[Request, Sequence[torch.Tensor]], T], call: StepRequest, request: Request, *, what: str
+    ) -> T:
+        """Return what real runs of a step give on rank 0, where the whole module is for that long."""
         control = self._setup.links.control
         mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
         tensors = control.to_first(mine, source=call.holder, what="the batch that the step is traced with")
 
-        def trace() -> UnitTrace:
+        def ran() -> T:
             assert tensors is not None, "rank 0 was sent the batch"
-            return run_on_device(partial(trace_units, parts=control.ranks), request, tensors)
+            return run_on_device(run, request, tensors)
 
         weights = self._setup.weights
         with weights.whole(placed=weights.room().placed):
-            return control.agreed(trace, source=0, what="the units of the step")
+            return control.agreed(ran, source=0, what=what)
