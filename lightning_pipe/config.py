@@ -86,6 +86,7 @@ class DappleConfig:
         async_checkpoint: whether training goes on while such a directory is written, from a copy in the host's memory.
         restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all
             if each has the memory.
+        verbose: whether rank 0 shows the log: how the step is captured and why, and what takes how long.
     """
 
     plan: str | None = None
@@ -122,6 +123,7 @@ class DappleConfig:
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
     restore: str = "auto"
+    verbose: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -334,6 +336,7 @@ _RULES = {
     "save_distributed_checkpoint": _Rule(bool, "true or false"),
     "async_checkpoint": _Rule(bool, "true or false"),
     "restore": _choice(("auto", "all", "first", "none")),
+    "verbose": _Rule(bool, "true or false"),
 }  # fmt: skip
 
 

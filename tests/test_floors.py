@@ -5,7 +5,7 @@
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
     floor 1  core, below profiles
-    floor 0  errors, below units, collection, freed_memory, once and lightning_package
+    floor 0  errors, below units, collection, freed_memory, log_output, once and lightning_package
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
 """
@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     {"errors"},
-    {"units", "collection", "freed_memory", "once", "lightning_package", "foreign_names"},
+    {"units", "collection", "freed_memory", "log_output", "once", "lightning_package", "foreign_names"},
     {"core", "lightning_names"},
     {"profiles"},
     {"cost", "schedule", "simulator", "report", "capture"},
@@ -40,6 +40,7 @@ PURE = {
     "units",
     "collection",
     "freed_memory",
+    "log_output",
     "once",
     "lightning_package",
     "foreign_names",

@@ -281,6 +281,6 @@ def test_the_gpt_example_trains_as_a_pipeline(tmp_path):
     told = lines[first : next(number for number, line in enumerate(lines) if line.startswith("Wrote the timeline"))]
     ours = [line for line in told if "Warning" not in line and "site-packages" not in line]
     besides_rows = [line for line in ours if not re.match(r" +(\d|measured)", line)]
-    assert len(besides_rows) <= 20, "\n".join(ours)
+    assert len(besides_rows) <= 25, "\n".join(ours)  # a screen
     for noise in ("USDT:", "sync_dist", "-0.0%", "1 micro-batches"):
         assert not [line for line in lines if re.search(rf"(?<!\d){noise}", line)], noise

@@ -162,7 +162,7 @@ class Capture:
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
-        return "The step is one graph (joint): nothing was found that a graph would freeze."
+        return f"one graph of {len(self.graph.nodes)} nodes (joint)."
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""

@@ -22,6 +22,7 @@ Kind = Literal["plan", "one device", "data parallel", "runner-up", "variant"]
 
 UNEVEN = 1.1  # longest over mean computing time of the ranks, from which on the cut is worth a sentence
 NOTICEABLE = 0.01  # share below which a loss is not mentioned, and a difference of two times is none
+UNCERTAIN = 0.15  # by how much a predicted time may be wrong: no verdict on a difference below it
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,10 @@ def _against_one_device(plan: Alternative, one: Alternative) -> str:
     devices, gain = len(plan.peak_bytes), one.step_s / plan.step_s
     if not one.fits:
         return f"One device is too small: it would need {format_bytes(max(one.peak_bytes))}."
-    if gain < 1 + NOTICEABLE:
-        takes = f"takes {_times(gain)} the time of this plan" if gain < 1 - NOTICEABLE else "is as fast as this plan"
-        return f"One device is enough, and {takes}: use devices=1."
+    if gain < 1 - UNCERTAIN:
+        return f"One device is enough, and predicted to take {_times(gain)} the time of this plan: use devices=1."
+    if gain < 1 + UNCERTAIN:
+        return f"One device is enough, and predicted to be about as fast ({_times(gain)} the time): consider devices=1."
     why = ""
     if gain < devices:
         why = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}"
@@ -133,18 +135,20 @@ def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
     ratio = replicas.step_s / plan.step_s
     if plan.stages == 1:
         already = "This is data parallel training: every device holds the whole model"
-        if ratio < 1 - NOTICEABLE:
-            return f"{already}. DDP on whole batches would take {_times(ratio)} the time: use strategy='ddp'."
+        if ratio < 1 - UNCERTAIN:
+            return f"{already}. On whole batches it is predicted to take {_times(ratio)} the time: set microbatches=1."
         return f"{already}."
     if not replicas.fits:
         return f"Data parallel training does not fit: every device would need {format_bytes(max(replicas.peak_bytes))}."
-    if ratio < 1 - NOTICEABLE:
+    if ratio < 1 - UNCERTAIN:
         return (
-            f"Data parallel training would take {_times(ratio)} the time and fits: a pipeline is the wrong choice "
-            "here. Use strategy='ddp'."
+            f"Data parallel training fits, and is predicted to take {_times(ratio)} the time: a pipeline is the wrong "
+            "choice here. Leave out layout and schedule, and it is chosen."
         )
+    if ratio < 1 + UNCERTAIN:
+        return f"Data parallel training fits, and is predicted to be about as fast ({_times(ratio)} the time)."
     sent = f"it sends {format_bytes(replicas.bytes_sent)} per step instead of {format_bytes(plan.bytes_sent)}"
-    return f"Data parallel training would take {_times(ratio)} the time; {sent}."
+    return f"Data parallel training is predicted to take {_times(ratio)} the time; {sent}."
 
 
 def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:

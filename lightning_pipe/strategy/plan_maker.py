@@ -127,6 +127,7 @@ class PlanMaker:
                 captured = self._first_capture(call, reason=str(wrong))
 
     def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
+        log.info("Capturing %s.", call.method)
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
         captured = self._preparation.capture(call, samples, reason=reason)
         is_open = self._cuts.given is None and self._config.microbatches is None
@@ -196,9 +197,7 @@ class PlanMaker:
         planned = PlannedCuts(plan, graph, cuts)
         self._preparation.plan_by(planned)
         if problem is not None:
-            self.proposal = Planned(
-                plan, cuts, problem, tuple(candidates), captured.capture.told(), wanted, may_offload
-            )
+            self.proposal = Planned(plan, cuts, problem, tuple(candidates), captured.told(), wanted, may_offload)
         versions = {
             "Python": platform.python_version(),
             "torch": torch.__version__,

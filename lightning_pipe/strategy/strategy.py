@@ -46,6 +46,7 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import package_in_use
+from lightning_pipe.log_output import show_log
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
@@ -162,6 +163,7 @@ class DappleStrategy(ParallelStrategy):
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
         restore: str = "auto",
+        verbose: bool = True,
         **unknown: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
@@ -329,6 +331,7 @@ class DappleStrategy(ParallelStrategy):
         adopt(self.lightning_module)
         super().setup_environment()
         self.set_world_ranks()
+        show_log(rank=self.global_rank, verbose=self.config.verbose)
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
         self._adapt_callbacks(self.lightning_module)

@@ -80,7 +80,7 @@ def test_a_report_holds_what_other_runs_can_use(reported):
     }
     assert names == {f"rank {rank} {run}" for rank in (0, 1) for run in ("predicted", "measured")}
     said = (report / "report.txt").read_text()
-    assert said.startswith("The step is one graph (joint)")
+    assert said.startswith("training_step: one graph of")
     assert "one device" in said and "DDP" in said
     for picture in ("timeline.png", "memory.png"):
         assert (report / picture).read_bytes().startswith(b"\x89PNG")

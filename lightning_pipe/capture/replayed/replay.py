@@ -179,7 +179,7 @@ class Replay:
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
-        return f"The Python of the step runs on every rank (replay). {self.reason}"
+        return f"replayed, its Python runs on every rank. {self.reason}"
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""

@@ -99,12 +99,14 @@ def introduce(planned: Planned, graph: Graph) -> None:
             "samples do not lie along batch_dim, so that most of it sees the whole batch."
         )
     if problem.profile.source != "measured":
-        rank_zero_info(plan_table(planned.plan, graph, joinable=_joinable(planned)))
+        table = plan_table(planned.plan, graph, joinable=_joinable(planned))
+        rank_zero_info(f"{planned.route}\n{table}")
         return
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
-    rank_zero_info("\n".join([table, "", _predicted(planned.judged[0], problem.cluster), *main_reasons(planned)]))
+    predicted = _predicted(planned.judged[0], problem.cluster)
+    rank_zero_info("\n".join([planned.route, table, "", predicted, *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(

@@ -7,10 +7,15 @@ Laps leave nothing out, so their sum is the whole time.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
 from lightning_pipe.units import format_seconds
+
+log = logging.getLogger(__name__)
+
+_LONG_S = 3.0  # of a phase that gets a line of its own
 
 
 class Stopwatch:
@@ -35,6 +40,8 @@ class Stopwatch:
         if self.is_running:
             now = time.perf_counter()
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+            if now - self._last >= _LONG_S:
+                log.info("Start: %s took %s.", phase, format_seconds(now - self._last))
             self._last = now
 
     def stop(self) -> str:

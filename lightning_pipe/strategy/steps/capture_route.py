@@ -64,7 +64,6 @@ def captured_by(
         if str(error) == str(reason):
             raise reason from None
         raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
-    log.info("%s: %s", request.method, replay.told())
     return replay
 
 

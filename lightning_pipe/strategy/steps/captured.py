@@ -40,6 +40,10 @@ class Captured:
         """Return the same with every node taken for one that may mix samples, so that replicas share none."""
         return replace(self, capture=self.capture.without_slices())
 
+    def told(self) -> str:
+        """Return in a line how the step was captured, and why so."""
+        return f"{self.request.method}: {self.capture.told()}"
+
     @property
     def is_weighed(self) -> bool:
         """Return whether numbers have told how losses of micro-batches are combined."""

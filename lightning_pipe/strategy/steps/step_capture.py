@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,7 +27,9 @@ from lightning_pipe.strategy.start.on_device import run_on_device
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.kept_state import keep_all
-from lightning_pipe.strategy.steps.step_calls import StepRequest
+from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Contexts = Mapping[str, Callable[[], AbstractContextManager[Any]]]
@@ -125,7 +128,10 @@ class StepCapture:
                     refusals=self._refusals,
                     settled=partial(self._settled, call),
                 )
-        return Captured(found, replace(request, answers=None), reader, call.structure.template)
+        captured = Captured(found, replace(request, answers=None), reader, call.structure.template)
+        if call.method != TRAINING:  # which the head of the plan tells
+            log.info(captured.told())
+        return captured
 
     def _agreed_answers(self, call: StepRequest, asked: Request) -> Callable[[], tuple[bool, ...]] | None:
         """Return what asks rank 0 for truth values, where the whole module is for that long."""
