@@ -49,6 +49,7 @@ lint: $(LINTERS) ## Check format, style and types.
 docs: $(WRITERS) ## Draw the pictures of the site, build it into build/site, and check its links.
 	$(BIN)/python -m benchmarks.site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The site is in build/site: open build/site/index.html, or run python -m http.server -d build/site."
 
 clean: ## Remove the virtual environment and caches.
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -26,7 +26,7 @@ FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?
 COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
     "a drawing": 6,
-    "needs a checkout": 5,
+    "needs a checkout": 7,
     "needs several hosts": 1,
     "needs two GPUs": 2,
     "needs a checkpoint that ranks wrote": 1,

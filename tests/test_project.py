@@ -124,6 +124,8 @@ def test_commands_exist(code, application):
         program, *words = shlex.split(line)
         if program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
+        elif program == "pip":
+            assert words == ["install", "."] and (ROOT / "pyproject.toml").is_file(), line
         elif program == "lightning-pipe" and words[0] == CONSOLIDATE:
             assert len(words) == 3, line
         elif program == "lightning-pipe":
@@ -150,7 +152,9 @@ def test_the_picture_is_what_the_simulator_draws():
 
 
 def test_the_table_of_options_is_complete():
-    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", DOCUMENTS[0].read_text(encoding="utf-8"), re.MULTILINE)
+    readme, page = (path.read_text(encoding="utf-8") for path in (DOCUMENTS[0], ROOT / "docs" / "options.md"))
+    few, rows = (re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE) for text in (readme, page))
+    assert len(few) == 8 and set(few) < set(rows)
     told = {name: default.strip("`") for name, default in rows}
     assert list(told) == list(DappleConfig.__dataclass_fields__)
     for name, default in told.items():
