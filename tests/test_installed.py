@@ -27,7 +27,8 @@ COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare w
 MARKS = {
     "a drawing": 6,
     "needs a checkout": 7,
-    "needs several hosts": 1,
+    "needs several hosts": 2,
+    "needs transformers": 1,
     "needs two GPUs": 2,
     "needs a checkpoint that ranks wrote": 1,
     "part of a script": 1,

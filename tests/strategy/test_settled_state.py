@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -159,6 +161,25 @@ def test_state_that_does_not_settle_or_changes_the_first_batch_is_replayed(kind:
     with pytest.raises(CaptureError, match="reads it again in the next call"):
         fit_cut(kind, "joint", "1")
     torch.testing.assert_close(fit_cut(kind, "auto", "1"), fit(kind, "auto"), rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_the_page_on_hugging_face_fine_tunes_and_saves(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the models of libraries need the extra `libraries`")
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    given: dict[str, Any] = {}
+    exec(code, given)
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "plain")
+    ids = torch.randint(20, (16, 8), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row[0] % 2} for row in ids]
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    loader = DataLoader(rows, batch_size=8)
+    module = given["fine_tune"](tmp_path / "plain", loader, tmp_path / "tuned", devices=1, max_epochs=1, **quiet)
+    tuned = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned")
+    torch.testing.assert_close(tuned.state_dict(), module.model.state_dict())
 
 
 @pytest.mark.parametrize("name", ["Bert", "GPT2"])
