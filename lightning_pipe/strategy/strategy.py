@@ -81,6 +81,7 @@ from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, Guarded
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.ranks.network_card import choose_card
 from lightning_pipe.strategy.ranks.outcome import FitOutcome
+from lightning_pipe.strategy.ranks.shown_errors import show_errors
 from lightning_pipe.strategy.refusals import (
     hooks_of_users,
     readers_of_gradients,
@@ -327,6 +328,7 @@ class DappleStrategy(ParallelStrategy):
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session, self._is_resumed = False, None, False
+        show_errors(rank=0, ranks=1)
         refuse(self.lightning_module.trainer, self.lightning_module)
         adopt(self.lightning_module)
         super().setup_environment()
@@ -338,6 +340,7 @@ class DappleStrategy(ParallelStrategy):
         if not self._stopwatch.is_running:
             self._stopwatch = Stopwatch()
         self._links = self._connect()
+        show_errors(rank=self.global_rank, ranks=self.world_size)  # once more, as torch has set a hook of its own
         self._stopwatch.lap("processes")
         self._feed = Feed(
             self._links.control,

@@ -18,6 +18,7 @@ from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
 from lightning_pipe.runtime.guard.watch import MismatchError
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Done, Handle, Wait
+from lightning_pipe.strategy.ranks.shown_errors import raised_on
 
 T = TypeVar("T")
 
@@ -86,7 +87,7 @@ class ControlPlane:
         value: T
         value, failure = self.broadcast(made, source=source, what=what)
         if failure is not None:
-            raise failure
+            raise failure if self.rank == source else raised_on(failure, source)
         return value
 
     def copy(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:
