@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_pipe.registration import register_strategy
 
 if TYPE_CHECKING:
+    from lightning_pipe.cli.python import PlannedStep, compare, plan
     from lightning_pipe.schedule.registry import register_schedule
     from lightning_pipe.strategy.strategy import DappleStrategy
 
-__all__ = ["DappleStrategy", "__version__", "register_schedule"]
+__all__ = ["DappleStrategy", "PlannedStep", "__version__", "compare", "plan", "register_schedule"]
 __version__ = "0.1.0"
 
 register_strategy()
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from lightning_pipe.strategy.strategy import DappleStrategy
 
         return DappleStrategy
+    if name in ("PlannedStep", "compare", "plan"):
+        from lightning_pipe.cli import python
+
+        return getattr(python, name)
     if name == "register_schedule":
         from lightning_pipe.schedule.registry import register_schedule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import lightning_pipe
 from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.cli import main
 from lightning_pipe.cli.command_line import COMMANDS
@@ -22,6 +24,7 @@ from lightning_pipe.config import conf_dir
 from lightning_pipe.core.cluster_file import find_cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import load_yaml
+from lightning_pipe.errors import ConfigError
 from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES
@@ -559,3 +562,37 @@ def test_help_lists_every_option_with_its_default(command, capsys):
 def test_defaults_are_written_as_one_would_set_them():
     for name, default, _ in meanings(COMMANDS["compare"][0]):
         assert isinstance(yaml.safe_load(default), (str, int, float, list, dict, type(None))), name
+
+
+def test_python_plans_what_the_command_plans(run):
+    """By name and as a module; a module that is given stays as it is."""
+    words = ("model=nets:Net", "batch=nets:batch", "ranks=2", "planner=uniform", "samples=32", "microbatches=4")
+    run("plan", *words)
+    options = {"ranks": 2, "planner": "uniform", "samples": 32, "microbatches": 4}
+    named = lightning_pipe.plan("nets:Net", batch="nets:batch", **options)
+    nets = importlib.import_module("nets")
+    module = nets.Net()
+    before = {name: (value, value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    given = lightning_pipe.plan(module, batch=nets.batch(), **options)
+    made = lightning_pipe.plan(nets.Net, batch=nets.batch(), **options)
+    for planned in (named, given, made):
+        planned.save("planned.yaml")
+        assert load_yaml(Plan, "planned.yaml") == replace(load_yaml(Plan, "plan.yaml"), graph=planned.plan.graph)
+        assert planned.fits and len(planned.memory) == 2 and planned.step_s == named.step_s
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert value is before[name][0] and torch.equal(value, before[name][1])
+    named.report("planned.html")
+    assert "<html" in Path("planned.html").read_text() and "micro-batch" in str(named) and named.reasons
+
+
+def test_python_compares_planners_and_refuses_what_the_command_refuses(here):
+    found = lightning_pipe.compare("nets:Loaded", ranks=2, planners=["uniform", "dapple"])
+    assert [planned.plan.microbatches > 0 for planned in found.values()] == [True, True]
+    for options, words in [
+        ({"rank": 2}, "unknown option 'rank'.*did you mean 'ranks'"),
+        ({"ranks": "two"}, "found ranks='two'"),
+        ({"ranks": 2, "planner": "dappel"}, "did you mean 'dapple'"),
+        ({}, "neither cluster= nor ranks="),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            lightning_pipe.plan("nets:Loaded", **options)

@@ -88,7 +88,8 @@ def first_command(path: Path) -> list[str]:
 
 
 def test_the_public_names_are_these():
-    assert lightning_pipe.__all__ == ["DappleStrategy", "__version__", "register_schedule"]
+    names = ["DappleStrategy", "PlannedStep", "__version__", "compare", "plan", "register_schedule"]
+    assert lightning_pipe.__all__ == names
     assert dir(lightning_pipe) == lightning_pipe.__all__
     assert all(hasattr(lightning_pipe, name) for name in lightning_pipe.__all__)
     with pytest.raises(AttributeError, match="no attribute 'DaplStrategy'"):

@@ -9,6 +9,7 @@ batch comes from the model's own loader. There is no trainer, so a step that use
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -35,12 +36,16 @@ SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in 
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed
 
 
-def captured(options: StepOptions, *, ranks: int) -> PricedStep:
+def captured(
+    options: StepOptions, *, ranks: int, model: Callable[..., Any] | None = None, batch: Any = None
+) -> PricedStep:
     """Return the training step of the model that the options name, with its costs.
 
     Args:
         options: model, batch, precision and kind of costs.
         ranks: number of ranks, which decides how small micro-batches are when operations are timed.
+        model: a module, which stays as it is, or what makes one, in the place of the named one.
+        batch: in the place of the named one.
 
     Raises:
         ConfigError: if model or batch cannot be imported or made.
@@ -48,8 +53,9 @@ def captured(options: StepOptions, *, ranks: int) -> PricedStep:
         BatchError: if the batch has no samples.
     """
     assert options.model is not None
-    make = partial(_called, _imported(options.model, "model"), options.model, **options.model_args)
-    batch = None
+    if isinstance(model, pl.LightningModule):
+        model = partial(copy.deepcopy, model)
+    make = partial(_called, model or _imported(options.model, "model"), options.model, **options.model_args)
     if options.batch is not None:
         batch = _called(_imported(options.batch, "batch"), options.batch)
     try:

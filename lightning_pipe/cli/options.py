@@ -11,7 +11,7 @@ writes logs or changes the working directory, and `cluster=` is no configuration
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, get_args, get_type_hints
@@ -284,6 +284,32 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
             OmegaConf.update(config, parsed.key_or_group, parsed.value())
         except OmegaConfBaseException as error:
             raise ConfigError(f"found {override!r}; {_reason(error)}") from None
+    return _made(kind, config)
+
+
+def options_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Return the options of a command with these values.
+
+    Args:
+        kind: the options of the command.
+        values: by name; what is not given has its default.
+
+    Raises:
+        ConfigError: if a name is unknown, or a value has the wrong type or is out of range.
+    """
+    config, known = OmegaConf.structured(_schema(kind)), kind.__dataclass_fields__
+    for name, value in values.items():
+        if name not in known:
+            raise unknown_option(name, known)
+        try:
+            OmegaConf.update(config, name, list(value) if isinstance(value, tuple) else value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"found {name}={value!r}; {_reason(error)}") from None
+    return _made(kind, config)
+
+
+def _made(kind: type[Options], config: Any) -> Options:
+    """Return the options that a structured config holds."""
     try:
         found = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:  # of an interpolation
@@ -327,13 +353,18 @@ def _parsed(override: str, kind: type[Dataclass]) -> Override:
         ) from None
     name = parsed.key_or_group.partition(".")[0]
     if name not in known:
-        raise ConfigError(f"found the unknown option {name!r}; expected one of {', '.join(known)}{hint(name, known)}")
+        raise unknown_option(name, known)
     if parsed.type not in (OverrideType.CHANGE, OverrideType.ADD) or parsed.is_sweep_override():
         raise ConfigError(
             f"found {override!r}; expected one value: key=value. A list is {name}=[a,b], and a text with commas is "
             f"quoted twice: '{name}=\"a,b\"'"
         )
     return parsed
+
+
+def unknown_option(name: str, known: Mapping[str, Any]) -> ConfigError:
+    """Return the error that says which options there are."""
+    return ConfigError(f"found the unknown option {name!r}; expected one of {', '.join(known)}{hint(name, known)}")
 
 
 def _reason(error: Exception) -> str:

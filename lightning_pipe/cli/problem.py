@@ -8,7 +8,9 @@ were measured to need (`runtime=0` leaves it out). Left out are the seconds of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from lightning_pipe.cli.options import StepOptions
 from lightning_pipe.cli.priced_step import PricedStep
@@ -22,14 +24,19 @@ from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.profiles.published import load_published
 
 
-def problem_of(options: StepOptions) -> Problem:
+def problem_of(options: StepOptions, *, model: Callable[..., Any] | None = None, batch: Any = None) -> Problem:
     """Return the problem that the options describe.
+
+    Args:
+        options: of a command.
+        model: a module, or what makes one, in the place of the model that they name.
+        batch: in the place of the batch that they name.
 
     Raises:
         PipeError: if cluster, profile or model cannot be found or read, or the step cannot be captured.
     """
     cluster = _cluster(options)
-    step = _step(options, cluster)
+    step = _step(options, cluster, model, batch)
     graph, profile = step.graph, step.profile
     if profile.source == "counted":
         profile, cluster = _by_rates(graph, profile, cluster)
@@ -39,12 +46,12 @@ def problem_of(options: StepOptions) -> Problem:
     return problem.ahead(takes_back=True) if options.config.post_validation else problem
 
 
-def _step(options: StepOptions, cluster: Cluster) -> PricedStep:
+def _step(options: StepOptions, cluster: Cluster, model: Callable[..., Any] | None, batch: Any) -> PricedStep:
     """Return the step with its costs."""
     if options.model is not None:
         from lightning_pipe.cli.model import captured  # needs torch and Lightning, which published profiles do not
 
-        step = captured(options, ranks=cluster.ranks)
+        step = captured(options, ranks=cluster.ranks, model=model, batch=batch)
         optimizer = OptimizerProfile(state_bytes_per_byte=options.optimizer_state)
         return step._replace(profile=replace(step.profile, optimizer=optimizer))
     assert options.profile is not None
