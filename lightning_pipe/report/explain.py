@@ -143,7 +143,8 @@ def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
     if ratio < 1 - UNCERTAIN:
         return (
             f"Data parallel training fits, and is predicted to take {_times(ratio)} the time: a pipeline is the wrong "
-            "choice here. Leave out layout and schedule, and it is chosen."
+            "choice here. Use strategy='ddp', or leave out layout and schedule: then it is chosen, if the step allows "
+            "it."
         )
     if ratio < 1 + UNCERTAIN:
         return f"Data parallel training fits, and is predicted to be about as fast ({_times(ratio)} the time)."

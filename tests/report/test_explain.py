@@ -47,7 +47,7 @@ def told(*others: Alternative, plan: Alternative = PLAN) -> str:
         (
             replace(DDP, step_s=0.7),
             "Data parallel training fits, and is predicted to take 0.70 times the time: a pipeline is the wrong choice "
-            "here. Leave out layout and schedule, and it is chosen.",
+            "here. Use strategy='ddp', or leave out layout and schedule: then it is chosen, if the step allows it.",
         ),
         (OTHER, "Another plan (gpipe, 8 micro-batches) would take 1.05 times the time."),
         (replace(OTHER, fits=False), "would take 1.05 times the time, but does not fit."),
