@@ -60,6 +60,7 @@ from lightning_pipe.strategy.checkpoints.after_exception import (
 from lightning_pipe.strategy.checkpoints.collecting import collecting
 from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
+from lightning_pipe.strategy.checkpoints.optimizer_tensors import state_dict_of_all
 from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Feed
@@ -68,6 +69,7 @@ from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.hook_weights import WeightsInHooks
 from lightning_pipe.strategy.parameters.initial_values import make
+from lightning_pipe.strategy.parameters.inner_optimizers import inner_optimizers
 from lightning_pipe.strategy.parameters.meta_modules import adopt
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
@@ -672,10 +674,10 @@ class DappleStrategy(ParallelStrategy):
             if self._session is None or links is None or optimizer not in self.optimizers:
                 return super().optimizer_state(optimizer)
             self._session.settle()
-            groups = self._groups[self.optimizers.index(optimizer)]
+            groups, weights = self._groups[self.optimizers.index(optimizer)], self._session.weights
             if self.config.save_distributed_checkpoint:
-                return groups.part(links.control.rank)
-            return groups.gather(links.control, placed=self._placed(self._session.weights))
+                return state_dict_of_all(groups, links.control)
+            return groups.gather(links.control, placed=self._placed(weights))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
@@ -718,7 +720,8 @@ class DappleStrategy(ParallelStrategy):
         states = checkpoint["optimizer_states"]  # none in a checkpoint that was saved before there were optimizers
         for groups, optimizer, state in zip(self._groups, self.optimizers, states, strict=False):
             groups.load(state)
-            private.optimizer_to_device(optimizer, self.root_device)
+            for inner in inner_optimizers(optimizer):
+                private.optimizer_to_device(inner, self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

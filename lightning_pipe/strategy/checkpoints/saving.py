@@ -13,6 +13,7 @@ from lightning_pipe.lightning_names import CheckpointIO
 from lightning_pipe.strategy.checkpoints import sharded
 from lightning_pipe.strategy.checkpoints.after_exception import patience_after_failure
 from lightning_pipe.strategy.checkpoints.commit import begin, commit, existing
+from lightning_pipe.strategy.checkpoints.optimizer_tensors import own_tensors, without_tensors
 from lightning_pipe.strategy.checkpoints.writing import BehindTraining, save
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.weights import Weights
@@ -51,7 +52,7 @@ class Directories:
         """
         control = weights.control
         self.settle(control)
-        parts, rest = _parts(checkpoint, weights, groups, control)
+        parts, rest = _parts(checkpoint, weights, groups)
         if self._is_behind and in_fit:
             self._under_way = BehindTraining(path, parts, rest, control)
         else:
@@ -82,49 +83,24 @@ class Directories:
 
 
 def _parts(
-    checkpoint: Mapping[str, Any], weights: Weights, groups: Sequence[Groups], control: ControlPlane
+    checkpoint: Mapping[str, Any], weights: Weights, groups: Sequence[Groups]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     """Return the tensors of a checkpoint that this rank writes, and all else."""
     state = checkpoint[_STATE]
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first_names = {name: weights.first_name(name) for name in tensors}
-    mine = {first_names[name]: value.detach() for name, value in tensors.items() if weights.saver(name) == control.rank}
+    mine = {first_names[name]: value.detach() for name, value in tensors.items() if weights.saver(name) == weights.control.rank}
     parts: dict[str, dict[str, torch.Tensor]] = {sharded.MODEL: mine}
     optimizers = None
     if _OPTIMIZERS in checkpoint:
         optimizers = []
         for number, (saved, group) in enumerate(zip(checkpoint[_OPTIMIZERS], groups, strict=True)):
-            names = group.names()
-            parts[sharded.optimizer_part(number)], described = _apart(saved, names)
-            optimizers.append(_merged(described, control))
+            own = own_tensors(group)
+            parts[sharded.optimizer_part(number)] = {name: tensor.detach() for name, tensor in own.items()}
+            optimizers.append(without_tensors(saved, own))
     others = {name: value for name, value in state.items() if name not in tensors}
     rest = {key: value for key, value in checkpoint.items() if key not in (_STATE, _OPTIMIZERS)}
     return parts, {**rest, **sharded.described([*state], first_names, others, optimizers)}
-
-
-def _apart(saved: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors in an optimizer's state by the names of parameters, and all else with these names."""
-    found: dict[str, torch.Tensor] = {}
-    plain: dict[Any, dict[str, Any]] = {}
-    written: dict[Any, dict[str, str]] = {}
-    for key, values in saved["state"].items():
-        of = names[key] if isinstance(key, int) else str(key)
-        entries = values if isinstance(values, dict) else {"": values}
-        spelled = {name: f"{of}.{name}" for name, value in entries.items() if isinstance(value, torch.Tensor)}
-        found.update({spelled[name]: entries[name].detach() for name in spelled})
-        written[key] = spelled
-        plain[key] = {name: value for name, value in entries.items() if name not in spelled}
-    return found, {**saved, "state": plain, "written": written}
-
-
-def _merged(described: dict[str, Any], control: ControlPlane) -> dict[str, Any]:
-    """Return on rank 0 what all ranks say of an optimizer; elsewhere what this one says."""
-    what = "what ranks keep of the optimizer"
-    told = [control.to_first(described, source=rank, what=what) for rank in range(control.ranks)]
-    for one in (one for one in told if one is not None):
-        described["state"].update(one["state"])
-        described["written"].update(one["written"])
-    return described
 
 
 def save_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -95,11 +96,14 @@ def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
 
 def _optimizer(number: int, saved: dict[str, Any], tensors: Directory) -> dict[str, Any]:
     """Return the state dict of an optimizer."""
-    state: dict[Any, Any] = {key: dict(values) for key, values in saved["state"].items()}
-    for key, written in saved.pop("written").items():
-        found = {name: tensors[f"{optimizer_part(number)}.{spelled}"] for name, spelled in written.items()}
-        state[key] = found[""] if "" in found else {**state[key], **found}
-    return {**saved, "state": dict(sorted(state.items(), key=lambda item: str(item[0]).zfill(12)))}
+    names = iter(saved["names"])
+
+    def found(tensor: torch.Tensor) -> torch.Tensor:
+        name = next(names)
+        return tensor if name is None else tensors[f"{optimizer_part(number)}.{name}"]
+
+    whole: dict[str, Any] = apply_to_collection(saved["tree"], torch.Tensor, found)
+    return whole
 
 
 def optimizer_part(number: int) -> str:
@@ -116,7 +120,7 @@ def described(
         order: the keys of the state dict.
         names: of its tensors -> under which they were written.
         others: what else is in it.
-        optimizers: of each its state dict without tensors; "written" says where these are. None if none is saved.
+        optimizers: of each its state dict without tensors, and their names. None if none is saved.
     """
     return {
         _OURS: {"version": 1, "order": order, "names": dict(names), "others": dict(others), "optimizers": optimizers}

@@ -1,111 +1,153 @@
 """Optimizers that couple parameters: found by trial steps before training, because no rank has all gradients.
 
 An optimizer of the user's own may divide by the norm of all gradients, or choose one rate for all parameters. On a rank
-of a pipeline it would do that with the gradients of this rank. So copies of a corner of every parameter take a few
-steps with random gradients, and again with gradients of some of them only, as on a rank: of the first half, of the
-second, and of every second one, since parameters may be coupled in groups. Those must be the same. A first step alone
-may couple nothing, nor steps without a direction: a rate for all may be found from how far they have come (Prodigy).
-Optimizers of torch treat every parameter by itself.
+of a pipeline it would do that with the gradients of this rank. So copies of it take a few steps with random gradients of
+all parameters, and again with gradients of some of them only, as on a rank:
+
+    the first half, the second, every second one    parameters may be coupled in groups
+    none                                            a rank may train nothing
+
+    1. parameters that step must come to the same weights
+    2. with weights and state of the others, as a checkpoint gathers them, `state_dict()` must be the same
+    3. further steps with all gradients must come to the same weights; else state cannot move to another rank
+
+A first step alone may couple nothing, nor steps without a direction: a rate for all may be found from how far they have
+come (Prodigy). Optimizers of torch treat every parameter by itself.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict, deque
-from copy import deepcopy
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_pipe.capture.torch_private import is_step_watched
 from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.strategy.parameters.inner_optimizers import parameters_of
+from lightning_pipe.strategy.parameters.trial_steps import TrialSteps
 
-log = logging.getLogger(__name__)
-
-_MOST = 8  # numbers along each dimension of a parameter that take the trial steps
 _ROUNDING = 1e-5
-_STEPS = 10
+_STEPS, _MORE_STEPS = range(10), range(10, 13)
 
 
-def check_separable(optimizer: Optimizer, ranks: int) -> None:
-    """Check that an optimizer steps each parameter by itself.
+def check_separable(optimizer: Optimizer, ranks: int) -> bool:
+    """Check that an optimizer steps each parameter by itself, and that its state can be put together.
 
     Args:
         optimizer: what is to train a pipeline.
         ranks: how many there are.
 
+    Returns:
+        Whether the state of a parameter can move to another rank: all of it is in state tables.
+
     Raises:
-        UnsupportedError: if a parameter's step depends on the gradients of others.
+        UnsupportedError: if a parameter's step depends on the gradients of others, or the state dict on the rank.
     """
     name = type(optimizer).__name__
     advice = f'layout="{ranks}" with shard_optimizer="off" trains data parallel, where every rank has all gradients.'
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
-    if is_torchs or len(parameters) < 2:
-        return
-    places = range(len(parameters))
-    half = len(parameters) // 2
+    trained = [place for place, p in enumerate(parameters_of(optimizer)) if p.requires_grad]
+    if _is_separable_by_design(optimizer) or len(trained) < 2:
+        return True
     try:
-        together = _stepped(optimizer, set(places))
-    except Exception as error:  # an optimizer that needs more than gradients for a step
-        log.info("%s takes no trial step: %s: %s", name, type(error).__name__, error)
-        return
-    for some in (places[:half], places[half:], places[::2]):
-        try:
-            apart = _stepped(optimizer, {*some})
-        except Exception as error:
-            raise UnsupportedError(
-                f"{name} fails where some parameters have no gradient ({type(error).__name__}: {error}), and in a "
-                f"pipeline no rank has all gradients. Let it leave those alone whose gradient is None. {advice}"
-            ) from error
-        if not all(torch.allclose(together[k], apart[k], rtol=_ROUNDING, equal_nan=True) for k in some):
-            raise UnsupportedError(
-                f"{name} steps a parameter differently if others have gradients too: it couples them, by a norm or a "
-                "rate over all parameters. In a pipeline no rank has all gradients. Use an optimizer that treats every "
-                f"parameter by itself; gradient_clip_val clips by the norm over all ranks. {advice}"
-            )
+        together = TrialSteps(optimizer, trained)
+        together.take(_STEPS)
+        if not any(together.moved(place).any() for place in trained):
+            raise RuntimeError(f"no parameter moves in {len(_STEPS)} steps")
+    except Exception as error:  # of the user's own class, maybe
+        raise UnsupportedError(
+            f"{name} takes no trial step with random gradients ({type(error).__name__}: {error}), so nobody knows "
+            f"whether it treats every parameter by itself, as the ranks of a pipeline need. {advice}"
+        ) from error
+    if together.calls > 1:
+        raise UnsupportedError(
+            f"{name} runs its closure {together.calls} times in a step. In between it moves weights by gradients, and "
+            f"in a pipeline no rank has all of these. Use an optimizer that runs the closure once. {advice}"
+        )
+    half = len(trained) // 2
+    ranks_parts = (trained[:half], trained[half:], trained[::2], [])
+    aparts = [_checked_apart(optimizer, together, places, advice) for places in ranks_parts]
+    together.take(_MORE_STEPS)
+    return all(_goes_on_like(apart, together) for apart in aparts)
 
 
-def _stepped(optimizer: Optimizer, places: set[int]) -> list[torch.Tensor]:
-    """Return corners of all parameters after some steps with random gradients of those at these places."""
-    trial, corners = _copied(optimizer)
-    with torch.random.fork_rng(devices={corner.device for corner in corners if corner.device.type == "cuda"}):
-        torch.manual_seed(0)
-        directions = [torch.randn_like(corner) for corner in corners]  # before the optimizer draws any
-        drawn = [[one + torch.randn_like(one) / 4 for one in directions] for _ in range(_STEPS)]
-        for gradients in drawn:
-            for place, (corner, gradient) in enumerate(zip(corners, gradients, strict=True)):
-                corner.grad = gradient if corner.requires_grad and place in places else None
-            trial.step(lambda: torch.zeros(()))  # type: ignore[arg-type,return-value]
-        return [corner.detach() for corner in corners]
+def _is_separable_by_design(optimizer: Optimizer) -> bool:
+    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+    return is_torchs and not is_step_watched(optimizer)
 
 
-def _copied(optimizer: Optimizer) -> tuple[Optimizer, list[torch.Tensor]]:
-    """Return an optimizer of the same kind and options, of corners of the parameters, and these.
+def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[int], advice: str) -> TrialSteps:
+    """Return a trial with some gradients only, after the others' weights and state have come to it."""
+    name, apart = type(optimizer).__name__, TrialSteps(optimizer, places)
+    try:
+        apart.take(_STEPS)
+    except Exception as error:
+        lacking = "some parameters have" if places else "no parameter has"
+        raise UnsupportedError(
+            f"{name} fails where {lacking} {'no' if places else 'a'} gradient ({type(error).__name__}: {error}), and in "
+            f"a pipeline no rank has all gradients. Let it leave those alone whose gradient is None. {advice}"
+        ) from error
+    if not all(_is_close(apart.moved(place), together.moved(place)) for place in places):
+        raise UnsupportedError(
+            f"{name} steps a parameter differently if others have gradients too: it couples them, by a norm or a rate "
+            "over all parameters. In a pipeline no rank has all gradients. Use an optimizer that treats every "
+            f"parameter by itself; gradient_clip_val clips by the norm over all ranks. {advice}"
+        )
+    apart.join(together)
+    if (path := _difference(_saved(apart), _saved(together))) is not None:
+        raise UnsupportedError(
+            f"{name}.state_dict(){path} differs if other parameters have gradients too, and it is in no "
+            "optimizer.state[parameter]. In a pipeline every rank has another value, and a checkpoint would hold that "
+            f"of rank 0. Keep what belongs to a parameter in optimizer.state[parameter]. {advice}"
+        )
+    return apart
 
-    What it keeps for itself in dicts, lists and optimizers that it wraps is copied; other objects are shared.
-    """
-    corners: list[torch.Tensor] = []
-    memo: dict[int, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        own = [nn.Parameter(_corner(p), p.requires_grad) for p in group["params"]]
-        corners += own
-        memo |= {id(p): corner for p, corner in zip(group["params"], own, strict=True)}
-        groups.append({**group, "params": own})
-        memo[id(group)] = groups[-1]
-    memo[id(optimizer.param_groups)] = groups
-    trial: Optimizer = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name in ("state", "step"):  # schedulers wrap the second
-            continue
-        is_own = isinstance(value, list | dict | set | deque | torch.Tensor | Optimizer) and "_hooks" not in name
-        vars(trial)[name] = deepcopy(value, memo) if is_own else value
-    vars(trial).update(state=defaultdict(dict), param_groups=groups)
-    return trial, corners
+
+def _goes_on_like(apart: TrialSteps, together: TrialSteps) -> bool:
+    """Return whether a trial with the state of all parameters goes on as one that has stepped all of them."""
+    try:
+        apart.take(_MORE_STEPS)
+    except Exception:  # it lacks what the state tables do not have
+        return False
+    return all(_is_close(apart.moved(place), together.moved(place)) for place in range(len(together.corners)))
 
 
-def _corner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the first few numbers along each dimension."""
-    return parameter.detach()[tuple(slice(_MOST) for _ in parameter.shape)].clone()
+def _saved(trial: TrialSteps) -> Any:
+    """Return the state dict; an error, which one device meets too, as its text."""
+    try:
+        return trial.optimizer.state_dict()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _is_close(moved: torch.Tensor, expected: torch.Tensor) -> bool:
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(moved, expected, rtol=0, atol=_ROUNDING * scale, equal_nan=True)
+
+
+def _difference(found: Any, expected: Any, path: str = "") -> str | None:
+    """Return the first place in which two trees differ, as Python writes it; None if they are alike."""
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        alike = found.shape == expected.shape and torch.allclose(found, expected, rtol=_ROUNDING, equal_nan=True)
+        return None if alike else path
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        if found.keys() != expected.keys():
+            return path
+        places = [(f"{path}[{key!r}]", found[key], expected[key]) for key in expected]
+    elif isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(found) != len(expected):
+            return path
+        places = [(f"{path}[{k}]", *pair) for k, pair in enumerate(zip(found, expected, strict=True))]
+    elif isinstance(expected, float) and isinstance(found, float):
+        is_close = math.isclose(found, expected, rel_tol=_ROUNDING) or (math.isnan(found) and math.isnan(expected))
+        return None if is_close else path
+    else:
+        return None if type(found) is type(expected) and (found == expected or not _is_plain(expected)) else path
+    return next((inner for where, one, other in places if (inner := _difference(one, other, where)) is not None), None)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether equality says something of a value."""
+    return value is None or isinstance(value, (bool, int, str, bytes, complex))

@@ -1,0 +1,114 @@
+"""Trial steps of an optimizer, as on one rank of a pipeline: a copy of it, on corners of all parameters.
+
+Parameters of other ranks are stand-ins. Gradients are random, and change with the weights, so that a closure that is
+called again after these have moved gives others. Learning rates are raised: a schedule may begin at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_pipe.strategy.parameters.inner_optimizers import copied, inner_optimizers, parameters_of, state_tables
+from lightning_pipe.strategy.parameters.stand_ins import occupy, vacate
+
+_MOST = 8  # numbers along each dimension of a tensor that take the trial steps
+_LEAST_RATE = 0.01
+
+
+class TrialSteps:
+    """A copy of an optimizer that takes trial steps.
+
+    Args:
+        optimizer: the user's; it is not changed.
+        places: in the order of `parameters_of`, those whose gradients are here; the other trained ones are elsewhere.
+
+    Attributes:
+        optimizer: the copy.
+        corners: its parameters.
+        calls: how often it has called its closure in a step, at most.
+    """
+
+    def __init__(self, optimizer: Optimizer, places: Collection[int]) -> None:
+        self.optimizer, memo = copied(optimizer, _corner)
+        self.corners: list[Any] = [memo[id(parameter)] for parameter in parameters_of(optimizer)]
+        self._places, self.calls = frozenset(places), 0
+        with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
+            torch.manual_seed(0)
+            self._directions = [torch.randn_like(corner) for corner in self.corners]
+        self._starts = [corner.detach().clone() for corner in self.corners]
+        self._trained = frozenset(place for place, corner in enumerate(self.corners) if corner.requires_grad)
+        for place in self._trained - self._places:
+            corner = self.corners[place]
+            vacate(corner, f"#{place}", ranks=(1,), rank=0, device=corner.device)
+        for inner in inner_optimizers(self.optimizer):
+            for group in inner.param_groups:
+                _raise_rate(group)
+        if callable(begin := getattr(self.optimizer, "train", None)):  # of those whose weights differ in evaluation
+            begin()
+
+    def take(self, steps: range) -> None:
+        """Take steps; those of one number have the same gradients in all trials."""
+        with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
+            for number in steps:
+                torch.manual_seed(1 + number)
+                noise = [torch.randn_like(direction) / 4 for direction in self._directions]
+                self._step(number, noise)
+
+    def _step(self, number: int, noise: list[torch.Tensor]) -> None:
+        calls = 0
+
+        def give_gradients() -> None:
+            for place in self._places:
+                corner = self.corners[place].detach()
+                gradient = self._directions[place] + noise[place] + (corner - self._starts[place])
+                self.corners[place].grad = gradient
+
+        def closure() -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            self.optimizer.zero_grad()
+            give_gradients()
+            return torch.tensor(1 / (1 + number + calls))
+
+        give_gradients()  # for a step that leaves the closure to a hook
+        self.optimizer.step(closure=closure)  # type: ignore[call-arg,arg-type]  # as Lightning calls it
+        self.calls = max(self.calls, calls)
+
+    def moved(self, place: int) -> torch.Tensor:
+        """Return by how much a corner has moved."""
+        moved: torch.Tensor = self.corners[place].detach() - self._starts[place]
+        return moved
+
+    def join(self, other: TrialSteps) -> None:
+        """Get weights and state from a trial that had all gradients, as other ranks give them; have all from now on."""
+        absent = self._trained - self._places
+        for place in absent:
+            occupy(self.corners[place], other.corners[place].detach().clone())
+        for mine, theirs in zip(state_tables(self.optimizer), state_tables(other.optimizer), strict=True):
+            for place in absent:
+                mine.pop(self.corners[place], None)
+                if other.corners[place] in theirs:
+                    mine[self.corners[place]] = apply_to_collection(
+                        theirs[other.corners[place]], torch.Tensor, torch.clone
+                    )
+        self._places = self._trained
+
+
+def _corner(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the first few numbers along each dimension."""
+    corner = tensor.detach()[tuple(slice(_MOST) for _ in tensor.shape)].clone()
+    return nn.Parameter(corner, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else corner
+
+
+def _raise_rate(group: dict[str, Any]) -> None:
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.clamp_(min=_LEAST_RATE)
+    elif isinstance(rate, (int, float)):
+        group["lr"] = max(rate, _LEAST_RATE)
