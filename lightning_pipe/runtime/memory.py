@@ -13,7 +13,7 @@ Also here: what holds a process to a limit (`held_to`), and how running into one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -76,7 +76,8 @@ def state_bytes(tensors: Iterable[torch.Tensor], *, optimizers: Iterable[torch.o
     """
     own = list(tensors)
     gradients = [tensor.grad for tensor in own if tensor.grad is not None]
-    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, Mapping)]
+    states = [value for entry in entries for value in entry.values()]
     everything = [*own, *gradients, *(value for value in states if isinstance(value, torch.Tensor))]
     storages = (tensor.untyped_storage() for tensor in everything)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

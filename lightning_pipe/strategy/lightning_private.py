@@ -32,7 +32,7 @@ _average_model and _device          copies of the module that callbacks average,
 _call_lightning_module_hook, _call_lightning_datamodule_hook, _call_callback_hooks, _call_callbacks_state_dict,
 _call_callbacks_on_save_checkpoint, _call_callbacks_on_load_checkpoint    of trainer.call, run hooks of the user
 Precision._after_closure            calls the hooks between the backward and the optimizer's step
-_optimizers_to_device, _optimizer_to_device   move optimizer state
+_optimizer_to_device                moves optimizer state
 "run-stage"                         how the trainer names the barrier that comes when `on_fit_start` is over
 """
 
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as limit_threads
     from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
-    from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
     from lightning.pytorch.loops.loop import _Loop as Loop
     from lightning.pytorch.loops.optimization.automatic import Closure
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -82,7 +81,6 @@ else:
     init_dist_connection = lightning_module("fabric.utilities.distributed")._init_dist_connection
     limit_threads = lightning_module("fabric.utilities.distributed")._set_num_threads_if_needed
     optimizer_to_device = lightning_module("fabric.utilities.optimizer")._optimizer_to_device
-    optimizers_to_device = lightning_module("fabric.utilities.optimizer")._optimizers_to_device
     Loop = lightning_module("pytorch.loops.loop")._Loop
     Closure = lightning_module("pytorch.loops.optimization.automatic").Closure
     AutomaticOptimization = lightning_module("pytorch.loops.optimization.automatic")._AutomaticOptimization
@@ -100,7 +98,6 @@ __all__ = [
     "init_dist_connection",
     "limit_threads",
     "optimizer_to_device",
-    "optimizers_to_device",
 ]
 
 log = logging.getLogger(__name__)

@@ -152,8 +152,13 @@ class Session:
         """Return the memory that the plan foresees, by rank; () before there is one."""
         return self._pipeline.foreseen
 
-    def use_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Train with these optimizers, over parameters of the whole module."""
+    def use_optimizers(self, optimizers: list[Optimizer], *, are_movable: bool) -> None:
+        """Train with these optimizers, over parameters of the whole module.
+
+        Args:
+            optimizers: there is one at most.
+            are_movable: whether their state can move between ranks, so that the plan may change.
+        """
         self._optimizers = optimizers
         self._loss_scale.install()
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
@@ -165,9 +170,14 @@ class Session:
                 control=self._links.control,
                 device=self._device,
                 optimizers=optimizers,
-                may_change=self._later is None and _plans_again(self._config),
+                may_change=self._later is None and are_movable and _plans_again(self._config),
             )
-        self.groups = [Groups(optimizer, self.weights) for optimizer in optimizers]
+        if not are_movable and _plans_again(self._config):
+            rank_zero_info(
+                f"{type(optimizers[0]).__name__} keeps more of a parameter than optimizer.state[parameter] has, which "
+                "cannot move to another rank: the first plan stays."
+            )
+        self.groups = [Groups(optimizer, self.weights, is_movable=are_movable) for optimizer in optimizers]
         for groups in self.groups:
             clipper = Clipper(groups, weights=self.weights, links=self._links, device=self._device, later=self._later)
             clipper.install(self._plugin)
@@ -483,7 +493,8 @@ class Session:
         plan, graph = self._follow_plan(call)
         self._watch = ParameterWatch(self._module)
         self._hold()
-        private.optimizers_to_device(self._optimizers, self._device)
+        for groups in self.groups:
+            groups.move(self._device)
         self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
         self._feed.assign(plan.layout.stages[0])
         if not self._moves_plainly() and len(plan.layout.stages[0]) < self._links.control.ranks:

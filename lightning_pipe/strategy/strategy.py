@@ -69,7 +69,6 @@ from lightning_pipe.strategy.loop import PipelineOptimization
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.hook_weights import WeightsInHooks
 from lightning_pipe.strategy.parameters.initial_values import make
-from lightning_pipe.strategy.parameters.inner_optimizers import inner_optimizers
 from lightning_pipe.strategy.parameters.meta_modules import adopt
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
@@ -443,13 +442,14 @@ class DappleStrategy(ParallelStrategy):
             with refusing_several_optimizers(module):
                 self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, self.precision_plugin)
-            if self.world_size > 1:
-                control.agreed(self._check_optimizers, source=0, what="whether optimizers are separable")
+            are_movable = self.world_size == 1 or control.agreed(
+                self._check_optimizers, source=0, what="whether optimizers are separable"
+            )
             if self.config.post_validation:
                 refuse_post_validation(module, self.precision_plugin)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            self._session.use_optimizers(self.optimizers)
+            self._session.use_optimizers(self.optimizers, are_movable=are_movable)
             self._groups = self._session.groups
             self._stopwatch.lap("optimizers")
             self._session.look_ahead(trainer)
@@ -483,11 +483,11 @@ class DappleStrategy(ParallelStrategy):
         with self.whole_module():  # that of a run which is under way has parts, as when the learning rate is searched
             super().load_model_state_dict(checkpoint, strict=strict)
 
-    def _check_optimizers(self) -> None:
+    def _check_optimizers(self) -> bool:
+        """Return whether the state of optimizers can move between ranks; refuse what no rank can step by itself."""
         if len(self.config.replicas or (1,) * self.world_size) == 1 and self.config.shard_optimizer == "off":
-            return  # every rank has all gradients
-        for optimizer in self.optimizers:
-            check_separable(optimizer, self.world_size)
+            return True  # every rank has all gradients, and all state
+        return all(check_separable(optimizer, self.world_size) for optimizer in self.optimizers)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
@@ -675,9 +675,11 @@ class DappleStrategy(ParallelStrategy):
                 return super().optimizer_state(optimizer)
             self._session.settle()
             groups, weights = self._groups[self.optimizers.index(optimizer)], self._session.weights
-            if self.config.save_distributed_checkpoint:
-                return state_dict_of_all(groups, links.control)
-            return groups.gather(links.control, placed=self._placed(weights))
+            placed = self._placed(weights)
+            with weights.whole(placed=placed) if groups.has_own_state_dict else contextlib.nullcontext():
+                if self.config.save_distributed_checkpoint:
+                    return state_dict_of_all(groups, links.control)
+                return groups.gather(links.control, placed=placed)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
@@ -718,10 +720,9 @@ class DappleStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of the parameters that are here from those of all."""
         states = checkpoint["optimizer_states"]  # none in a checkpoint that was saved before there were optimizers
-        for groups, optimizer, state in zip(self._groups, self.optimizers, states, strict=False):
+        for groups, state in zip(self._groups, states, strict=False):
             groups.load(state)
-            for inner in inner_optimizers(optimizer):
-                private.optimizer_to_device(inner, self.root_device)
+            groups.move(self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

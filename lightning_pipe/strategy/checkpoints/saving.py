@@ -89,7 +89,11 @@ def _parts(
     state = checkpoint[_STATE]
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     first_names = {name: weights.first_name(name) for name in tensors}
-    mine = {first_names[name]: value.detach() for name, value in tensors.items() if weights.saver(name) == weights.control.rank}
+    mine = {
+        first_names[name]: value.detach()
+        for name, value in tensors.items()
+        if weights.saver(name) == weights.control.rank
+    }
     parts: dict[str, dict[str, torch.Tensor]] = {sharded.MODEL: mine}
     optimizers = None
     if _OPTIMIZERS in checkpoint:

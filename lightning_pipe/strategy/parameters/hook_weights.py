@@ -9,7 +9,8 @@ Code that touches nothing of the kind costs no exchange.
     rank 1   hook: teacher[0] ---+-- values both ways ---+--- teacher[1] ... --- gives up what it does not hold
 
 Ranks do not meet for code that one of them may run alone, which finds stand-ins as ever (`AbsentError`): of
-`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hook.
+`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hook. Nor do they
+for `train()` and `eval()` of an optimizer, which change the parameters that it has state of: each rank those it steps.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.torch_private import is_innermost, questions_for_rank_heard
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.lightning_private import calls_a_hook
+from lightning_pipe.strategy.parameters.inner_optimizers import SWITCHES
 from lightning_pipe.strategy.parameters.stand_ins import (
     BufferStandIn,
     Guarded,
@@ -245,6 +247,8 @@ def _hook_above(frame: types.FrameType | None) -> types.FrameType | None:
                 return last if is_users else None
         elif path != _BETWEEN:
             if _is_ours(path) or name in _ON_LOADED or any(part in path for part in _OF_ONE_RANK):
+                return None
+            if name in SWITCHES and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
                 return None
             is_users = True
         last, frame = frame, frame.f_back

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from types import FunctionType, MethodType, ModuleType
@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+SWITCHES = ("train", "eval")
+"""Methods by which an optimizer whose weights differ in evaluation (schedule-free) changes them between steps."""
 
 _LEAVES = (torch.Tensor, nn.Module, type, FunctionType, ModuleType, str, bytes, int, float)
 _NOT_ENTERED = ("lightning.", "pytorch_lightning.", "lightning_pipe.", "torch.distributed.", "logging", "threading")
@@ -103,3 +106,58 @@ def _deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     with contextlib.suppress(Exception):  # of the user's own class, maybe
         return deepcopy(value, memo)
     return value
+
+
+class OptimizerState:
+    """What an optimizer and those inside it keep now, so that a step of theirs can be taken back.
+
+    Args:
+        optimizer: about to step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        inner = inner_optimizers(optimizer)
+        memo: dict[int, Any] = {id(item): item for item in (*inner, *parameters_of(optimizer))}
+        self._settings = settings_of(optimizer)
+        memo |= {id(group): group for group, _ in self._settings}
+        self._attributes = [
+            (one, {name: _deepcopied(value, memo) for name, value in attributes(one).items()}) for one in inner
+        ]
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the copies of states."""
+        items = reachable([own.get("state") for _, own in self._attributes])
+        tensors = [item for item in items if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
+        return sum(int(tensor.nbytes) for tensor in tensors)
+
+    def restore(self) -> None:
+        """Have the optimizer as it was, with the same objects for its groups, which schedulers hold."""
+        for inner, own in self._attributes:
+            for name in attributes(inner).keys() - own.keys():
+                del vars(inner)[name]
+            vars(inner).update(own)
+        set_settings(self._settings)
+
+
+Settings = Sequence[tuple[dict[str, Any], dict[str, Any]]]  # groups, and copies of what they say
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    """Return what groups say beside their parameters (learning rate, ...), of an optimizer and those inside it."""
+    groups = [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
+    return [(group, {name: _own(x) for name, x in group.items() if name != "params"}) for group in groups]
+
+
+def set_settings(settings: Settings) -> None:
+    """Let groups say what they did."""
+    for group, own in settings:
+        for name, x in own.items():
+            if isinstance(x, torch.Tensor):
+                group[name].copy_(x)  # a scheduler holds this very tensor
+            else:
+                group[name] = x
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.parameters.inner_optimizers import (
     inner_optimizers,
     parameters_of,
@@ -73,6 +74,16 @@ class Groups:
     def optimizer(self) -> Optimizer:
         """Return the user's optimizer."""
         return self._optimizer
+
+    @property
+    def has_own_state_dict(self) -> bool:
+        """Return whether a class of the user's makes the state dict, which may read weights."""
+        return any(type(inner).state_dict is not Optimizer.state_dict for inner in inner_optimizers(self._optimizer))
+
+    def move(self, device: torch.device) -> None:
+        """Have the state on a device."""
+        for inner in inner_optimizers(self._optimizer):
+            private.optimizer_to_device(inner, device)
 
     def follow(self) -> None:
         """Drop the state of parameters that other ranks step now."""

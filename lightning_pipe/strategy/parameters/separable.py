@@ -1,8 +1,8 @@
 """Optimizers that couple parameters: found by trial steps before training, because no rank has all gradients.
 
 An optimizer of the user's own may divide by the norm of all gradients, or choose one rate for all parameters. On a rank
-of a pipeline it would do that with the gradients of this rank. So copies of it take a few steps with random gradients of
-all parameters, and again with gradients of some of them only, as on a rank:
+of a pipeline it would do that with the gradients of this rank. So copies of it take a few steps with random gradients
+of all parameters, and again with gradients of some of them only, as on a rank:
 
     the first half, the second, every second one    parameters may be coupled in groups
     none                                            a rank may train nothing
@@ -67,8 +67,8 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
             f"in a pipeline no rank has all of these. Use an optimizer that runs the closure once. {advice}"
         )
     half = len(trained) // 2
-    ranks_parts = (trained[:half], trained[half:], trained[::2], [])
-    aparts = [_checked_apart(optimizer, together, places, advice) for places in ranks_parts]
+    shares: tuple[list[int], ...] = (trained[:half], trained[half:], trained[::2], [])
+    aparts = [_checked_apart(optimizer, together, places, advice) for places in shares]
     together.take(_MORE_STEPS)
     return all(_goes_on_like(apart, together) for apart in aparts)
 
@@ -84,10 +84,10 @@ def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[
     try:
         apart.take(_STEPS)
     except Exception as error:
-        lacking = "some parameters have" if places else "no parameter has"
+        lacking = "some parameters have no gradient" if places else "no parameter has a gradient"
         raise UnsupportedError(
-            f"{name} fails where {lacking} {'no' if places else 'a'} gradient ({type(error).__name__}: {error}), and in "
-            f"a pipeline no rank has all gradients. Let it leave those alone whose gradient is None. {advice}"
+            f"{name} fails where {lacking} ({type(error).__name__}: {error}), and in a pipeline no rank has all "
+            f"gradients. Let it leave those alone whose gradient is None. {advice}"
         ) from error
     if not all(_is_close(apart.moved(place), together.moved(place)) for place in places):
         raise UnsupportedError(

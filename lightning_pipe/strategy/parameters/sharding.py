@@ -23,9 +23,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pipe.core.sharding import GATHERED, UNDER_WAY
+from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.runtime.exchanges.gradients import flat_runs
 from lightning_pipe.runtime.transport.protocol import Group
 from lightning_pipe.runtime.waiting import Handle, Wait
+from lightning_pipe.strategy.parameters.inner_optimizers import SWITCHES
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 
@@ -54,12 +56,28 @@ class SharedState:
         self._hook: RemovableHandle | None = None
 
     def connect(self) -> None:
-        """Open the groups in which owners tell what they stepped; on all ranks together, after weights are placed."""
+        """Open the groups in which owners tell what they stepped; on all ranks together, after weights are placed.
+
+        Raises:
+            UnsupportedError: if the optimizer writes weights in other methods than a step that can be followed.
+        """
         groups = sorted(set(self._weights.sharing().values()))
         self._links.transport.open(channels=(), groups=groups)
         self.end()
         if groups:
+            self._refuse_weights_of_owners()
             self._hook = self._optimizer.register_step_post_hook(self._gather)
+
+    def _refuse_weights_of_owners(self) -> None:
+        name = type(self._optimizer).__name__
+        writers = [method for method in SWITCHES if callable(getattr(self._optimizer, method, None))]
+        if not getattr(self._optimizer.step, "hooked", False):  # by the constructor of torch.optim.Optimizer
+            writers = ["step (its constructor does not call that of torch.optim.Optimizer)"]
+        if writers:
+            raise UnsupportedError(
+                f"{name} writes weights in {' and '.join(writers)}, of which the other ranks that hold them would not "
+                'learn, as ranks share optimizer state. Set shard_optimizer="off".'
+            )
 
     def drop(self) -> None:
         """Drop the gradients of parameters that other ranks step."""

@@ -77,7 +77,7 @@ class TrialSteps:
             return torch.tensor(1 / (1 + number + calls))
 
         give_gradients()  # for a step that leaves the closure to a hook
-        self.optimizer.step(closure=closure)  # type: ignore[call-arg,arg-type]  # as Lightning calls it
+        self.optimizer.step(closure=closure)  # type: ignore[arg-type]  # as Lightning calls it
         self.calls = max(self.calls, calls)
 
     def moved(self, place: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from lightning_pipe.core.program import Step, VerifiedProgram
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report import RankPeak, aligned, clock_offsets
 from lightning_pipe.runtime.memory import state_bytes
+from lightning_pipe.strategy.parameters.inner_optimizers import inner_optimizers
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.steps.step_calls import StepResult
 
@@ -86,7 +87,7 @@ class Recording:
     """
 
     def __init__(self, config: DappleConfig, *, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+        self._optimizers = [inner for optimizer in optimizers for inner in inner_optimizers(optimizer)]
         self._clock = _Clock(device)
         self._ran: list[StepResult] = []
         self._memory: RankPeak | None = None

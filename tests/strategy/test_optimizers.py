@@ -1,0 +1,101 @@
+"""Optimizers train, are saved and resumed, and follow a change of plans as on one device, or are refused before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.strategy.parameters.separable import check_separable
+from ranks.world import World
+from strategy.fits import make_trainer
+from strategy.optimizer_kinds import REFUSED, TRAINED
+from strategy.small import assert_alike
+from strategy.test_second_plan import changing, strategy_of
+
+STEPS, SAVED_AT = 8, 5
+PIPE = {"layout": "1-1", "microbatches": 4}
+UNMOVABLE = {"InAttributes"}  # they keep more of a parameter than their states, so the first plan stays
+
+
+class Net(pl.LightningModule):
+    """Three layers, trained by an optimizer of the table whose rate begins at 0 and changes with every step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 1)
+        self.kind = kind
+        self.double()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.c(self.b(self.a(batch).tanh()).tanh()) - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = TRAINED[self.kind](self)
+        warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if hasattr(self.optimizers().optimizer, "train"):
+            self.optimizers().optimizer.train()
+
+
+class Save(pl.Callback):
+    """Save after a step, with the weights of evaluation where the optimizer has such."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step == SAVED_AT:
+            if hasattr(trainer.optimizers[0], "eval"):
+                trainer.optimizers[0].eval()
+            trainer.save_checkpoint(self.path)
+
+
+def fit(kind: str, strategy: Any, *, save: str = "", load: str | None = None) -> list[torch.Tensor]:
+    """Train, and return the weights."""
+    module = Net(kind)
+    data = torch.randn(8 * STEPS, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    callbacks = [Save(save)] if save else []
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks, gradient_clip_val=0.5)
+    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=load)
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def trained(kind: str, path: str, options: dict[str, Any]) -> tuple[list[torch.Tensor], int]:
+    """Train with a checkpoint and a change of plans on the way; return the weights and the number of plans."""
+    with changing({}) as plans:
+        return fit(kind, strategy_of({**PIPE, **options}), save=path), len(plans)
+
+
+def resumed(kind: str, path: str) -> list[torch.Tensor]:
+    return fit(kind, strategy_of({"layout": "2", "microbatches": 2, "replan": False}), load=path)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
+    plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
+    expected, expected_later = fit(kind, "auto", save=plain), fit(kind, "auto", load=plain)
+    ran = World(2).run(trained, kind, ours, {})
+    for found, _ in ran:
+        assert_alike(found, expected)
+    assert ran[0][1] == (0 if kind in UNMOVABLE else 2)
+    states = [torch.load(path, weights_only=False)["optimizer_states"] for path in (ours, plain)]
+    assert_alike(*states)
+    for found in World(2).run(resumed, kind, ours):
+        assert_alike(found, expected_later)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_rank_can_step_is_refused(kind: str) -> None:
+    make, said = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=said):
+        check_separable(make(Net("AdamW")), 2)
