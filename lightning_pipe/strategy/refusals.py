@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from lightning_pipe.lightning_names import (
 )
 from lightning_pipe.lightning_package import name_in_use
 from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.parameters.inner_optimizers import is_torchs
 from lightning_pipe.strategy.parameters.meta_modules import without_origin
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -215,7 +216,9 @@ def refuse_averages(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             )
 
 
-def refuse_post_validation(module: pl.LightningModule, plugin: Precision) -> None:
+def refuse_post_validation(
+    module: pl.LightningModule, plugin: Precision, optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Check that an optimizer step can be taken back and taken again.
 
     Raises:
@@ -227,6 +230,12 @@ def refuse_post_validation(module: pl.LightningModule, plugin: Precision) -> Non
             "post_validation=True, which steps before ranks are asked, gains nothing. Set it to False, or "
             "precision='bf16-mixed'."
         )
+    for optimizer in optimizers:
+        if not is_torchs(optimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} is no optimizer of torch.optim, so nobody knows all that a step of it "
+                "changes, and with post_validation=True it may be taken back. Set post_validation=False."
+            )
     for hook in ("configure_gradient_clipping", "optimizer_step"):
         if is_overridden(hook, module, pl.LightningModule):
             raise UnsupportedError(

@@ -446,7 +446,7 @@ class DappleStrategy(ParallelStrategy):
                 self._check_optimizers, source=0, what="whether optimizers are separable"
             )
             if self.config.post_validation:
-                refuse_post_validation(module, self.precision_plugin)
+                refuse_post_validation(module, self.precision_plugin, self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             self._session.use_optimizers(self.optimizers, are_movable=are_movable)

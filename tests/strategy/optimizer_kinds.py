@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -59,12 +60,12 @@ class Lamb(Plain):
 
 
 class Shampoo(Plain):
-    """A preconditioner per dimension, in lists of the state (torch_optimizer)."""
+    """A preconditioner per small dimension, in lists of the state (torch_optimizer)."""
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
         state.setdefault("preconditioners", [torch.eye(size).to(p) * 0.1 for size in p.shape])
-        for dim, size in enumerate(p.shape):
+        for dim, size in enumerate(p.shape if max(p.shape) < 64 else ()):
             flat = grad.transpose(0, dim).reshape(size, -1)
             state["preconditioners"][dim] += flat @ flat.T
             values, vectors = torch.linalg.eigh(state["preconditioners"][dim])
@@ -344,6 +345,15 @@ class Sam(Wrapper):
         return loss
 
 
+class Gathers(Plain):
+    """Exchanges gradients with other processes (Muon of its author, for data parallel training)."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if dist.is_initialized():
+            dist.all_reduce(grad)
+        p.sub_(grad, alpha=group["lr"])
+
+
 class Normalised(Wrapper):
     """Divides by the norm of all gradients."""
 
@@ -418,6 +428,11 @@ TRAINED: dict[str, Callable[[nn.Module], Optimizer]] = {
     "InAttributes": of_all(InAttributes),
     "Lookahead of a chain": lambda module: SlowState(muon_and_adamw(module)),
 }
+REFUSED_ON_RANKS = {
+    "ScheduleFree": (TRAINED["ScheduleFree"], "ScheduleFree writes weights in train and eval, "),
+    "Lookahead": (TRAINED["Lookahead"], "Lookahead writes weights in step .its constructor does not call that"),
+    "Gathers": (of_all(Gathers), "Gathers takes no trial step .* its step exchanges tensors with other ranks"),
+}  # with shared state of the optimizer, or by exchanges of their own
 REFUSED: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "SlowList": (around_adam(SlowList), r"SlowList.state_dict\(\)\['slow'\]\[\d\] differs if other parameters"),
     "CountsGroups": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.strategy.checkpoints.consolidate import consolidate
 from lightning_pipe.strategy.parameters.separable import check_separable
 from ranks.world import World
-from strategy.fits import make_trainer
-from strategy.optimizer_kinds import REFUSED, TRAINED
+from strategy.fits import dapple, make_trainer
+from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED
 from strategy.small import assert_alike
 from strategy.test_second_plan import changing, strategy_of
 
 STEPS, SAVED_AT = 8, 5
 PIPE = {"layout": "1-1", "microbatches": 4}
+KINDS = {**TRAINED, **{kind: make for kind, (make, _) in {**REFUSED, **REFUSED_ON_RANKS}.items()}}
 UNMOVABLE = {"InAttributes"}  # they keep more of a parameter than their states, so the first plan stays
 
 
@@ -38,7 +41,7 @@ class Net(pl.LightningModule):
         return (self.c(self.b(self.a(batch).tanh()).tanh()) - 1).square().mean()
 
     def configure_optimizers(self) -> Any:
-        optimizer = TRAINED[self.kind](self)
+        optimizer = KINDS[self.kind](self)
         warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
@@ -76,8 +79,8 @@ def trained(kind: str, path: str, options: dict[str, Any]) -> tuple[list[torch.T
         return fit(kind, strategy_of({**PIPE, **options}), save=path), len(plans)
 
 
-def resumed(kind: str, path: str) -> list[torch.Tensor]:
-    return fit(kind, strategy_of({"layout": "2", "microbatches": 2, "replan": False}), load=path)
+def resumed(kind: str, path: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    return fit(kind, dapple(**{"layout": "2", "microbatches": 2, "replan": False, **options}), load=path)
 
 
 @pytest.mark.parametrize("kind", TRAINED)
@@ -90,8 +93,38 @@ def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_pat
     assert ran[0][1] == (0 if kind in UNMOVABLE else 2)
     states = [torch.load(path, weights_only=False)["optimizer_states"] for path in (ours, plain)]
     assert_alike(*states)
-    for found in World(2).run(resumed, kind, ours):
+    for found in World(2).run(resumed, kind, ours, {}):
         assert_alike(found, expected_later)
+
+
+@pytest.mark.parametrize("kind", ["Muon and AdamW", "Shampoo", "SlowState", "ByOrder"])
+def test_a_directory_holds_any_tree(kind: str, tmp_path: Path) -> None:
+    """Its state is that of the plain file, and ranks that share it go on from there."""
+    plain, ours, file = tmp_path / "plain.ckpt", tmp_path / "ours.ckpt", tmp_path / "file.ckpt"
+    fit(kind, "auto", save=str(plain))
+    World(2).run(trained, kind, str(ours), {"save_distributed_checkpoint": True, "replan": False})
+    consolidate(ours, file)
+    assert_alike(*(torch.load(path, weights_only=False)["optimizer_states"] for path in (file, plain)))
+    expected = fit(kind, "auto", load=str(plain))
+    for found in World(2).run(resumed, kind, str(ours), {"shard_optimizer": "on"}):
+        assert_alike(found, expected)
+
+
+def all_gradients(kind: str) -> list[torch.Tensor]:
+    return fit(kind, dapple(layout="2", microbatches=2, shard_optimizer="off"))
+
+
+@pytest.mark.parametrize("kind", ["Sam", "Prodigy"])
+def test_data_parallel_ranks_step_what_couples_all_gradients(kind: str) -> None:
+    expected = fit(kind, "auto")
+    for found in World(2).run(all_gradients, kind):
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("kind", REFUSED_ON_RANKS)
+def test_what_other_ranks_would_not_learn_is_refused(kind: str) -> None:
+    for result in World(2).results(resumed, kind, None, {"shard_optimizer": "on"}):
+        assert re.search(REFUSED_ON_RANKS[kind][1], result.text) and 'shard_optimizer="off"' in result.text
 
 
 @pytest.mark.parametrize("kind", REFUSED)

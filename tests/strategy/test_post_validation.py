@@ -15,6 +15,7 @@ from lightning_pipe.errors import PipeError, UnsupportedError
 from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
+from strategy.optimizer_kinds import TRAINED
 
 WIDTH, SAMPLES = 6, 8
 CALM = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
@@ -167,22 +168,25 @@ def test_who_reads_weights_between_steps_gets_those_that_stay():
         assert all(torch.equal(ahead[name], value) for name, value in waiting.items())
 
 
-class Rough(torch.optim.SGD):
-    """Writes into the gradients that it is given."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(0.5)
-        return loss
-
-
 class RoughNet(Net):
+    """A hook after the optimizer's step writes into gradients."""
+
     def configure_optimizers(self) -> Any:
-        return Rough(self.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer.register_step_post_hook(self.halve)
+        return optimizer
+
+    def halve(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class CountingNet(Net):
+    """A wrapper that counts, of which nobody knows what a step changes."""
+
+    def configure_optimizers(self) -> Any:
+        return TRAINED["Counting"](self)
 
 
 class Clips(Net):
@@ -199,9 +203,14 @@ def failing_fit(kind: type[Net]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_an_optimizer_that_writes_into_gradients_is_named():
+def test_what_writes_into_gradients_is_named():
     for said in World(2).run(failing_fit, RoughNet):
-        assert "Rough" in said and "post_validation=False" in said
+        assert "SGD, or a hook after its step" in said and "post_validation=False" in said
+
+
+def test_a_step_of_no_optimizer_of_torch_is_taken_back():
+    for said in World(2).run(failing_fit, CountingNet):
+        assert said.startswith(UnsupportedError.__name__) and "Counting is no optimizer of torch.optim" in said
 
 
 def test_a_hook_that_clips_by_itself_is_refused():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +27,6 @@ from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.waiting import Wait, Walk, drive
 from lightning_pipe.strategy.gradients.grad_norm import Norms
-from lightning_pipe.strategy.parameters.inner_optimizers import OptimizerState, set_settings, settings_of
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ class _Kept:
         here = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._gradients = [_Gradient(p, p.grad, version_of(p.grad)) for p in here]
         self._parameters = [(p, p.detach().clone()) for p in here]
-        self._state = OptimizerState(optimizer)
+        self._state = {p: _copied(optimizer.state[p]) if p in optimizer.state else None for p in here}
+        self._settings = _settings(optimizer)
 
     @property
     def bytes(self) -> int:
         """Return the bytes of the copies, and of the gradients."""
-        kept = [*(copy for _, copy in self._parameters), *(gradient.content for gradient in self._gradients)]
-        return sum(int(tensor.nbytes) for tensor in kept) + self._state.bytes
+        state = [x for own in self._state.values() for x in (own or {}).values() if isinstance(x, torch.Tensor)]
+        kept = [*(copy for _, copy in self._parameters), *(gradient.content for gradient in self._gradients), *state]
+        return sum(tensor.nbytes for tensor in kept)
 
     def put_gradients_aside(self) -> None:
         """Take the gradients out of the parameters, so that zeroing them changes nothing here.
@@ -82,17 +84,21 @@ class _Kept:
 
     def redo(self) -> None:
         """Take the step back, and take it again with clipped gradients."""
-        now, current = settings_of(self._optimizer), [(g.parameter, g.parameter.grad) for g in self._gradients]
+        now, current = _settings(self._optimizer), [(g.parameter, g.parameter.grad) for g in self._gradients]
         with torch.no_grad():
             for parameter, copy in self._parameters:
                 parameter.copy_(copy)
-        self._state.restore()
+        for parameter, state in self._state.items():
+            self._optimizer.state.pop(parameter, None)
+            if state is not None:
+                self._optimizer.state[parameter] = state
         for gradient in self._gradients:
             gradient.parameter.grad = gradient.content
         parameters = [gradient.parameter for gradient in self._gradients]
         torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_val, self.norms.total())
+        _set(self._optimizer, self._settings)
         self._optimizer.step()
-        set_settings(now)
+        _set(self._optimizer, now)
         for parameter, grad in current:
             parameter.grad = grad
 
@@ -158,3 +164,21 @@ class PostValidation:
         """Keep the gradients of the last step from being zeroed."""
         if self._kept is not None:
             self._kept.put_gradients_aside()
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in values.items()}
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what the groups say beside their parameters (learning rate, ...)."""
+    return [_copied({name: x for name, x in group.items() if name != "params"}) for group in optimizer.param_groups]
+
+
+def _set(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        for name, x in own.items():
+            if isinstance(x, torch.Tensor):
+                group[name].copy_(x)  # a scheduler holds this very tensor
+            else:
+                group[name] = x

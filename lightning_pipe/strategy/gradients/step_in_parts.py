@@ -6,11 +6,12 @@ would see parameters of which some have stepped and some have not (hooks on the 
 
 from __future__ import annotations
 
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_pipe.capture.torch_private import is_step_watched
 from lightning_pipe.lightning_names import Precision, is_overridden, pl
 from lightning_pipe.lightning_package import name_in_use
+from lightning_pipe.strategy.parameters.inner_optimizers import is_torchs
 
 
 def can_step_in_parts(module: pl.LightningModule, plugin: Precision, optimizer: Optimizer) -> bool:
@@ -21,10 +22,9 @@ def can_step_in_parts(module: pl.LightningModule, plugin: Precision, optimizer: 
         plugin: of the trainer.
         optimizer: the optimizer.
     """
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
     is_plain = type(plugin).__module__.startswith(name_in_use("pytorch") + ".")
     return (
-        is_torchs
+        is_torchs(optimizer)
         and is_plain
         and getattr(plugin, "scaler", None) is None
         and not module.trainer.gradient_clip_val

@@ -9,8 +9,8 @@ Code that touches nothing of the kind costs no exchange.
     rank 1   hook: teacher[0] ---+-- values both ways ---+--- teacher[1] ... --- gives up what it does not hold
 
 Ranks do not meet for code that one of them may run alone, which finds stand-ins as ever (`AbsentError`): of
-`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hook. Nor do they
-for `train()` and `eval()` of an optimizer, which change the parameters that it has state of: each rank those it steps.
+`rank_zero_only`, of loggers, of data loading, and whatever follows a question for the rank in the same hook. Nor do
+they for `train()` and `eval()` of an optimizer, by which each rank changes the parameters that it steps.
 """
 
 from __future__ import annotations

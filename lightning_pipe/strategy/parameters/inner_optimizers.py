@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 SWITCHES = ("train", "eval")
 """Methods by which an optimizer whose weights differ in evaluation (schedule-free) changes them between steps."""
@@ -30,7 +29,10 @@ _NOT_ENTERED = ("lightning.", "pytorch_lightning.", "lightning_pipe.", "torch.di
 
 
 def reachable(root: Any) -> list[Any]:
-    """List all that an optimizer or a container has in it, itself first; modules and functions are not looked into."""
+    """List all that an optimizer or a container has in it, itself first, in an order that all ranks share.
+
+    Modules, functions and sets are not looked into, nor the groups and states of optimizers.
+    """
     found: dict[int, Any] = {}
     waiting = deque([root])
     while waiting:
@@ -46,10 +48,10 @@ def _items(item: Any) -> Iterable[Any]:
     if isinstance(item, _LEAVES):
         return ()
     if isinstance(item, Optimizer):
-        return attributes(item).values()
+        return [value for name, value in attributes(item).items() if name not in ("state", "param_groups")]
     if isinstance(item, Mapping):
         return [*item.keys(), *item.values()]
-    if isinstance(item, (list, tuple, deque, AbstractSet)):
+    if isinstance(item, (list, tuple, deque)):
         return item
     if isinstance(item, MethodType):
         return (item.__self__,)
@@ -61,6 +63,11 @@ def _items(item: Any) -> Iterable[Any]:
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes of an optimizer, without hooks and a `step` that a scheduler has put around its own."""
     return {name: value for name, value in vars(optimizer).items() if name != "step" and "_hooks" not in name}
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's that steps every parameter by itself and runs its closure once."""
+    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -84,19 +91,19 @@ def copied(optimizer: Optimizer, tensor: Callable[[torch.Tensor], torch.Tensor])
     """Return a copy of an optimizer, with copies of those inside it and of what they keep.
 
     Args:
-        optimizer: the original; hooks, functions and what cannot be copied are shared with it.
+        optimizer: the original; functions and what cannot be copied are shared with it, and hooks are left out.
         tensor: returns the copy of a tensor.
 
     Returns:
         The copy, and copies by the ids of originals.
     """
-    items = reachable(optimizer)
-    inner = [item for item in items if isinstance(item, Optimizer)]
+    inner = inner_optimizers(optimizer)
+    items = reachable([attributes(item) for item in inner])
     memo: dict[int, Any] = {id(item): tensor(item) for item in items if isinstance(item, torch.Tensor)}
     memo |= {id(item): object.__new__(type(item)) for item in inner}
     for item in inner:
         own = attributes(item)
-        vars(memo[id(item)]).update({name: value for name, value in vars(item).items() if "_hooks" in name})
+        vars(memo[id(item)]).update({name: OrderedDict() for name in vars(item) if "_hooks" in name})
         for name, value in own.items():
             vars(memo[id(item)])[name] = _deepcopied(value, memo)
     return memo[id(optimizer)], memo
@@ -106,58 +113,3 @@ def _deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     with contextlib.suppress(Exception):  # of the user's own class, maybe
         return deepcopy(value, memo)
     return value
-
-
-class OptimizerState:
-    """What an optimizer and those inside it keep now, so that a step of theirs can be taken back.
-
-    Args:
-        optimizer: about to step.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        inner = inner_optimizers(optimizer)
-        memo: dict[int, Any] = {id(item): item for item in (*inner, *parameters_of(optimizer))}
-        self._settings = settings_of(optimizer)
-        memo |= {id(group): group for group, _ in self._settings}
-        self._attributes = [
-            (one, {name: _deepcopied(value, memo) for name, value in attributes(one).items()}) for one in inner
-        ]
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of the copies of states."""
-        items = reachable([own.get("state") for _, own in self._attributes])
-        tensors = [item for item in items if isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)]
-        return sum(int(tensor.nbytes) for tensor in tensors)
-
-    def restore(self) -> None:
-        """Have the optimizer as it was, with the same objects for its groups, which schedulers hold."""
-        for inner, own in self._attributes:
-            for name in attributes(inner).keys() - own.keys():
-                del vars(inner)[name]
-            vars(inner).update(own)
-        set_settings(self._settings)
-
-
-Settings = Sequence[tuple[dict[str, Any], dict[str, Any]]]  # groups, and copies of what they say
-
-
-def settings_of(optimizer: Optimizer) -> Settings:
-    """Return what groups say beside their parameters (learning rate, ...), of an optimizer and those inside it."""
-    groups = [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
-    return [(group, {name: _own(x) for name, x in group.items() if name != "params"}) for group in groups]
-
-
-def set_settings(settings: Settings) -> None:
-    """Let groups say what they did."""
-    for group, own in settings:
-        for name, x in own.items():
-            if isinstance(x, torch.Tensor):
-                group[name].copy_(x)  # a scheduler holds this very tensor
-            else:
-                group[name] = x
-
-
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -103,7 +103,7 @@ class Groups:
         Raises:
             UnsupportedError: if the optimizer keeps more of a parameter than its state tables have.
         """
-        device, now = self._weights.device, self._weights.steppers()
+        device, now, tables = self._weights.device, self._weights.steppers(), state_tables(self._optimizer)
         waiting: dict[torch.Tensor, list[Any]] = {}
         for parameter in parameters_of(self._optimizer):
             name = self._weights.name_of(parameter)
@@ -115,13 +115,13 @@ class Groups:
                     f"rank {now[name][-1]} cannot step it from now on. Keep all of it there."
                 )
             source = before[name][0]
-            mine = _sent(self._entries(parameter), device) if control.rank == source else None
+            mine = _sent([table.get(parameter) for table in tables], device) if control.rank == source else None
             brought = control.broadcast(mine, source=source, what=f"the optimizer state of {name}")
             if brought is not None and control.rank in {*now[name]} - {*before[name]}:
                 waiting[parameter] = brought
         self.follow()
         for parameter, brought in waiting.items():
-            for table, entry in zip(state_tables(self._optimizer), brought, strict=True):
+            for table, entry in zip(tables, brought, strict=True):
                 if entry is not None:
                     table[parameter] = _received(entry, device)
 
@@ -142,9 +142,10 @@ class Groups:
             placed: returns what rank 0 keeps of a tensor that comes from another rank; None for the tensor itself.
         """
         brought: dict[torch.Tensor, list[Any]] = {}
+        owned = self.owned()
         for parameter in parameters_of(self._optimizer):
             source = self._owner(parameter)
-            own = _on_host(self._entries(parameter)) if source != 0 else None
+            own = _on_host(owned.get(parameter)) if source != 0 else None
             entries = control.to_first(own, source=source, what="the optimizer state of a parameter")
             if entries is not None and source != 0:
                 brought[parameter] = apply_to_collection(entries, torch.Tensor, placed) if placed else entries
@@ -152,8 +153,9 @@ class Groups:
 
     def owned(self) -> dict[torch.Tensor, list[Any]]:
         """Return the state of the parameters whose state on this rank counts, by table; None where there is none."""
-        rank = self._weights.control.rank
-        return {p: self._entries(p) for p in parameters_of(self._optimizer) if self._owner(p) == rank}
+        rank, tables = self._weights.control.rank, state_tables(self._optimizer)
+        mine = [parameter for parameter in parameters_of(self._optimizer) if self._owner(parameter) == rank]
+        return {parameter: [table.get(parameter) for table in tables] for parameter in mine}
 
     def local_state(self) -> dict[str, Any]:
         """Return the state dict of this rank, for hooks that look at it; an empty one where it needs other ranks'."""
@@ -162,17 +164,13 @@ class Groups:
         except Exception:  # of the user's own class
             return {"state": {}, "param_groups": []}
 
-    def _entries(self, parameter: torch.Tensor) -> list[Any]:
-        """Return what each table has of a parameter; None where it has nothing."""
-        return [table.get(parameter) for table in state_tables(self._optimizer)]
-
     def state_dict(self, brought: Mapping[torch.Tensor, list[Any]]) -> dict[str, Any]:
         """Return the optimizer's state dict, with this state of other ranks' parameters in the tables."""
-        tables = state_tables(self._optimizer)
+        tables, parameters = state_tables(self._optimizer), parameters_of(self._optimizer)
         local = [dict(table) for table in tables]
         for number, (table, own) in enumerate(zip(tables, local, strict=True)):
             table.clear()  # to fill it in the order of one device
-            for parameter in parameters_of(self._optimizer):
+            for parameter in parameters:
                 entry = brought[parameter][number] if parameter in brought else own.get(parameter)
                 if entry is not None:
                     table[parameter] = entry

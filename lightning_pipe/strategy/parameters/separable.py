@@ -22,11 +22,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from lightning_pipe.capture.torch_private import is_step_watched
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.strategy.parameters.inner_optimizers import parameters_of
+from lightning_pipe.strategy.parameters.inner_optimizers import is_torchs, parameters_of
 from lightning_pipe.strategy.parameters.trial_steps import TrialSteps
 
 _ROUNDING = 1e-5
@@ -49,7 +48,7 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
     name = type(optimizer).__name__
     advice = f'layout="{ranks}" with shard_optimizer="off" trains data parallel, where every rank has all gradients.'
     trained = [place for place, p in enumerate(parameters_of(optimizer)) if p.requires_grad]
-    if _is_separable_by_design(optimizer) or len(trained) < 2:
+    if is_torchs(optimizer) or len(trained) < 2:
         return True
     try:
         together = TrialSteps(optimizer, trained)
@@ -61,11 +60,7 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
             f"{name} takes no trial step with random gradients ({type(error).__name__}: {error}), so nobody knows "
             f"whether it treats every parameter by itself, as the ranks of a pipeline need. {advice}"
         ) from error
-    if together.calls > 1:
-        raise UnsupportedError(
-            f"{name} runs its closure {together.calls} times in a step. In between it moves weights by gradients, and "
-            f"in a pipeline no rank has all of these. Use an optimizer that runs the closure once. {advice}"
-        )
+    _refuse_more_calls(together, advice)
     half = len(trained) // 2
     shares: tuple[list[int], ...] = (trained[:half], trained[half:], trained[::2], [])
     aparts = [_checked_apart(optimizer, together, places, advice) for places in shares]
@@ -73,9 +68,13 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
     return all(_goes_on_like(apart, together) for apart in aparts)
 
 
-def _is_separable_by_design(optimizer: Optimizer) -> bool:
-    is_torchs = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
-    return is_torchs and not is_step_watched(optimizer)
+def _refuse_more_calls(trial: TrialSteps, advice: str) -> None:
+    if trial.calls > 1:
+        raise UnsupportedError(
+            f"{type(trial.optimizer).__name__} runs its closure {trial.calls} times in a step. In between it moves "
+            "weights by gradients, and in a pipeline no rank has all of these. Use an optimizer that runs the closure "
+            f"once. {advice}"
+        )
 
 
 def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[int], advice: str) -> TrialSteps:
@@ -89,6 +88,7 @@ def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[
             f"{name} fails where {lacking} ({type(error).__name__}: {error}), and in a pipeline no rank has all "
             f"gradients. Let it leave those alone whose gradient is None. {advice}"
         ) from error
+    _refuse_more_calls(apart, advice)
     if not all(_is_close(apart.moved(place), together.moved(place)) for place in places):
         raise UnsupportedError(
             f"{name} steps a parameter differently if others have gradients too: it couples them, by a norm or a rate "
@@ -111,7 +111,7 @@ def _goes_on_like(apart: TrialSteps, together: TrialSteps) -> bool:
         apart.take(_MORE_STEPS)
     except Exception:  # it lacks what the state tables do not have
         return False
-    return all(_is_close(apart.moved(place), together.moved(place)) for place in range(len(together.corners)))
+    return all(_is_close(apart.moved(place), together.moved(place)) for place in together.trained)
 
 
 def _saved(trial: TrialSteps) -> Any:

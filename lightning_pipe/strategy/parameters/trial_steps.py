@@ -7,13 +7,15 @@ called again after these have moved gives others. Learning rates are raised: a s
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_pipe.capture.torch_private import TorchDispatchMode
 from lightning_pipe.strategy.parameters.inner_optimizers import copied, inner_optimizers, parameters_of, state_tables
 from lightning_pipe.strategy.parameters.stand_ins import occupy, vacate
 
@@ -31,6 +33,7 @@ class TrialSteps:
     Attributes:
         optimizer: the copy.
         corners: its parameters.
+        trained: places of those that are trained.
         calls: how often it has called its closure in a step, at most.
     """
 
@@ -40,10 +43,11 @@ class TrialSteps:
         self._places, self.calls = frozenset(places), 0
         with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
             torch.manual_seed(0)
-            self._directions = [torch.randn_like(corner) for corner in self.corners]
-        self._starts = [corner.detach().clone() for corner in self.corners]
-        self._trained = frozenset(place for place, corner in enumerate(self.corners) if corner.requires_grad)
-        for place in self._trained - self._places:
+            trained = {place: corner for place, corner in enumerate(self.corners) if corner.requires_grad}
+            self._directions = {place: torch.randn_like(corner) for place, corner in trained.items()}
+        self._starts = {place: corner.detach().clone() for place, corner in trained.items()}
+        self.trained = frozenset(trained)
+        for place in self.trained - self._places:
             corner = self.corners[place]
             vacate(corner, f"#{place}", ranks=(1,), rank=0, device=corner.device)
         for inner in inner_optimizers(self.optimizer):
@@ -57,10 +61,10 @@ class TrialSteps:
         with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
             for number in steps:
                 torch.manual_seed(1 + number)
-                noise = [torch.randn_like(direction) / 4 for direction in self._directions]
+                noise = {place: torch.randn_like(one) / 4 for place, one in self._directions.items()}
                 self._step(number, noise)
 
-    def _step(self, number: int, noise: list[torch.Tensor]) -> None:
+    def _step(self, number: int, noise: dict[int, torch.Tensor]) -> None:
         calls = 0
 
         def give_gradients() -> None:
@@ -77,7 +81,9 @@ class TrialSteps:
             return torch.tensor(1 / (1 + number + calls))
 
         give_gradients()  # for a step that leaves the closure to a hook
-        self.optimizer.step(closure=closure)  # type: ignore[arg-type]  # as Lightning calls it
+        alone: AbstractContextManager[Any] = cast("Any", _NoCollectives)() if number == 0 else nullcontext()
+        with alone:
+            self.optimizer.step(closure=closure)  # type: ignore[arg-type]  # as Lightning calls it
         self.calls = max(self.calls, calls)
 
     def moved(self, place: int) -> torch.Tensor:
@@ -87,7 +93,7 @@ class TrialSteps:
 
     def join(self, other: TrialSteps) -> None:
         """Get weights and state from a trial that had all gradients, as other ranks give them; have all from now on."""
-        absent = self._trained - self._places
+        absent = self.trained - self._places
         for place in absent:
             occupy(self.corners[place], other.corners[place].detach().clone())
         for mine, theirs in zip(state_tables(self.optimizer), state_tables(other.optimizer), strict=True):
@@ -97,7 +103,17 @@ class TrialSteps:
                     mine[self.corners[place]] = apply_to_collection(
                         theirs[other.corners[place]], torch.Tensor, torch.clone
                     )
-        self._places = self._trained
+        self._places = self.trained
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Refuse to exchange tensors with other ranks, which take no trial steps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what is called."""
+        if func.namespace == "c10d":
+            raise RuntimeError(f"its step exchanges tensors with other ranks, by {func}")
+        return func(*args, **(kwargs or {}))
 
 
 def _corner(tensor: torch.Tensor) -> torch.Tensor:
