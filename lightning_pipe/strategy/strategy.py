@@ -62,6 +62,7 @@ from lightning_pipe.strategy.checkpoints.commit import existing
 from lightning_pipe.strategy.checkpoints.files import give
 from lightning_pipe.strategy.checkpoints.optimizer_tensors import state_dict_of_all
 from lightning_pipe.strategy.checkpoints.saving import Directories, load, save_plain
+from lightning_pipe.strategy.checks.separable import check_separable
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
@@ -72,7 +73,6 @@ from lightning_pipe.strategy.parameters.initial_values import make
 from lightning_pipe.strategy.parameters.meta_modules import adopt
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
-from lightning_pipe.strategy.parameters.separable import check_separable
 from lightning_pipe.strategy.parameters.stand_ins import movable
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.plans.plan_report import make_room

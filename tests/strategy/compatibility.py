@@ -35,6 +35,7 @@ from torch.utils.data import (
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from strategy import optimizer_kinds as kinds
 from strategy.compat_project import CLASSES, Data, Named, Net, Stream, fit, loader, tensors
 from third_party.projects import SEEN
 
@@ -296,6 +297,22 @@ class Average(Net):
         with torch.no_grad():
             self.seen += batch[0].sum()
         return super().training_step(batch, batch_idx)
+
+
+class ScheduleFree(Net):
+    """An optimizer whose weights differ in training and evaluation."""
+
+    def configure_optimizers(self) -> Any:
+        return kinds.ScheduleFree(self.parameters())
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.optimizers().eval()
 
 
 class Tuned(Net):
@@ -595,6 +612,12 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("manual optimization", module=Manual, refused="uses manual optimization"),
         Row("several optimizers", module=optimized_by(lambda m: [torch.optim.SGD(part.parameters(), 0.1) for part in (
             m.backbone, m.head)]), refused="returned several optimizers; expected one"),
+        Row("Muon and AdamW in one optimizer", module=optimized_by(lambda m: kinds.Chained(
+            torch.optim.Muon([m.head[0].weight]), torch.optim.AdamW([m.head[0].bias, *m.backbone.parameters()]))),
+            run=resume),
+        Row("schedule-free optimizer", module=ScheduleFree, run=resume),
+        Row("SAM", module=optimized_by(lambda m: kinds.Sam(torch.optim.SGD(m.parameters(), 0.1))),
+            refused="runs its closure 2 times in a step"),
         Row("LBFGS", module=optimized_by(lambda m: torch.optim.LBFGS(m.parameters())), refused="LBFGS evaluates"),
         Row("torch.compile of a child", module=Compiled, note="Is left out, as the step is captured anyway."),
         Row("torch.compile of a child in setup", module=CompiledLate, note="Is left out."),

@@ -10,15 +10,16 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.checkpoints.consolidate import consolidate
-from lightning_pipe.strategy.parameters.separable import check_separable
+from lightning_pipe.strategy.checks.separable import check_separable
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
-from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED
+from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED, InAttributes
 from strategy.small import assert_alike
+from strategy.test_held_later import PLAN, Cropped
 from strategy.test_second_plan import changing, strategy_of
 
 STEPS, SAVED_AT = 8, 5
@@ -91,8 +92,8 @@ def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_pat
     for found, _ in ran:
         assert_alike(found, expected)
     assert ran[0][1] == (0 if kind in UNMOVABLE else 2)
-    states = [torch.load(path, weights_only=False)["optimizer_states"] for path in (ours, plain)]
-    assert_alike(*states)
+    files = [torch.load(path, weights_only=False) for path in (ours, plain)]
+    assert_alike(*([file["optimizer_states"], dict(file["state_dict"])] for file in files))
     for found in World(2).run(resumed, kind, ours, {}):
         assert_alike(found, expected_later)
 
@@ -125,6 +126,24 @@ def test_data_parallel_ranks_step_what_couples_all_gradients(kind: str) -> None:
 def test_what_other_ranks_would_not_learn_is_refused(kind: str) -> None:
     for result in World(2).results(resumed, kind, None, {"shard_optimizer": "on"}):
         assert re.search(REFUSED_ON_RANKS[kind][1], result.text) and 'shard_optimizer="off"' in result.text
+
+
+class MovesLater(Cropped):
+    """Its optimizer keeps more of a layer than can move to the rank that trains it from a later step on."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return InAttributes(self.parameters())
+
+
+def trained_later(plan: str) -> None:
+    data = TensorDataset(torch.randn(16, 4, dtype=torch.float64), torch.randint(3, (16,)))
+    make_trainer(dapple(plan=plan), max_epochs=2).fit(MovesLater(), DataLoader(data, 4))
+
+
+def test_what_cannot_move_is_refused_when_it_would_have_to(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    for result in World(2).results(trained_later, str(tmp_path / "plan.yaml")):
+        assert re.search(r"InAttributes keeps more of \S+ than optimizer.state\[parameter\] has", result.text)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

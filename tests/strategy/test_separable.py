@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.strategy.parameters.separable import check_separable
+from lightning_pipe.strategy.checks.separable import check_separable
 from ranks.world import World
 from strategy.small import Small, assert_as_on_one_device, run
 

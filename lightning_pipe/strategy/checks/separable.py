@@ -25,8 +25,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.strategy.checks.trial_steps import TrialSteps
 from lightning_pipe.strategy.parameters.inner_optimizers import is_torchs, parameters_of
-from lightning_pipe.strategy.parameters.trial_steps import TrialSteps
+from lightning_pipe.strategy.parameters.stand_ins import WAY_OUT_OF_WEIGHTS
 
 _ROUNDING = 1e-5
 _STEPS, _MORE_STEPS = range(10), range(10, 13)
@@ -85,7 +86,7 @@ def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[
     except Exception as error:
         lacking = "some parameters have no gradient" if places else "no parameter has a gradient"
         raise UnsupportedError(
-            f"{name} fails where {lacking} ({type(error).__name__}: {error}), and in a pipeline no rank has all "
+            f"{name} fails where {lacking} ({_said(error)}), and in a pipeline no rank has all "
             f"gradients. Let it leave those alone whose gradient is None. {advice}"
         ) from error
     _refuse_more_calls(apart, advice)
@@ -103,6 +104,10 @@ def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[
             f"of rank 0. Keep what belongs to a parameter in optimizer.state[parameter]. {advice}"
         )
     return apart
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(WAY_OUT_OF_WEIGHTS)[0].strip()}"
 
 
 def _goes_on_like(apart: TrialSteps, together: TrialSteps) -> bool:

@@ -7,8 +7,8 @@ called again after these have moved gives others. Learning rates are raised: a s
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -81,8 +81,7 @@ class TrialSteps:
             return torch.tensor(1 / (1 + number + calls))
 
         give_gradients()  # for a step that leaves the closure to a hook
-        alone: AbstractContextManager[Any] = cast("Any", _NoCollectives)() if number == 0 else nullcontext()
-        with alone:
+        with nullcontext() if number else _NoCollectives():  # type: ignore[no-untyped-call]
             self.optimizer.step(closure=closure)  # type: ignore[arg-type]  # as Lightning calls it
         self.calls = max(self.calls, calls)
 
