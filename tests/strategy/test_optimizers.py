@@ -16,6 +16,7 @@ from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.checkpoints.consolidate import consolidate
 from lightning_pipe.strategy.checks.separable import check_separable
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import dapple, make_trainer
 from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED, InAttributes
 from strategy.small import assert_alike
@@ -24,6 +25,7 @@ from strategy.test_second_plan import changing, strategy_of
 
 STEPS, SAVED_AT = 8, 5
 PIPE = {"layout": "1-1", "microbatches": 4}
+EVERY_TIME = {"Muon and AdamW", "Shampoo", "ScheduleFree", "Lookahead", "ByOrder", "Counting", "InAttributes"}
 KINDS = {**TRAINED, **{kind: make for kind, (make, _) in {**REFUSED, **REFUSED_ON_RANKS}.items()}}
 UNMOVABLE = {"InAttributes"}  # they keep more of a parameter than their states, so the first plan stays
 
@@ -84,7 +86,7 @@ def resumed(kind: str, path: str, options: dict[str, Any]) -> list[torch.Tensor]
     return fit(kind, dapple(**{"layout": "2", "microbatches": 2, "replan": False, **options}), load=path)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
+@pytest.mark.parametrize("kind", slow_but(EVERY_TIME, TRAINED))
 def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
     expected, expected_later = fit(kind, "auto", save=plain), fit(kind, "auto", load=plain)
@@ -98,7 +100,7 @@ def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_pat
         assert_alike(found, expected_later)
 
 
-@pytest.mark.parametrize("kind", ["Muon and AdamW", "Shampoo", "SlowState", "ByOrder"])
+@pytest.mark.parametrize("kind", slow_but(EVERY_TIME, ["Muon and AdamW", "Adafactor", "SlowState", "ByOrder"]))
 def test_a_directory_holds_any_tree(kind: str, tmp_path: Path) -> None:
     """Its state is that of the plain file, and ranks that share it go on from there."""
     plain, ours, file = tmp_path / "plain.ckpt", tmp_path / "ours.ckpt", tmp_path / "file.ckpt"

@@ -24,14 +24,14 @@ from torch.optim import LBFGS, Optimizer
 SWITCHES = ("train", "eval")
 """Methods by which an optimizer whose weights differ in evaluation (schedule-free) changes them between steps."""
 
-_LEAVES = (torch.Tensor, nn.Module, type, FunctionType, ModuleType, str, bytes, int, float)
+_LEAVES = (torch.Tensor, type, FunctionType, ModuleType, str, bytes, int, float)
 _NOT_ENTERED = ("lightning.", "pytorch_lightning.", "lightning_pipe.", "torch.distributed.", "logging", "threading")
 
 
 def reachable(root: Any) -> list[Any]:
     """List all that an optimizer or a container has in it, itself first, in an order that all ranks share.
 
-    Modules, functions and sets are not looked into, nor the groups and states of optimizers.
+    Functions and sets are not looked into, nor the groups and states of optimizers; of modules, tensors are listed.
     """
     found: dict[int, Any] = {}
     waiting = deque([root])
@@ -47,6 +47,8 @@ def _items(item: Any) -> Iterable[Any]:
     """Return what is directly in an object."""
     if isinstance(item, _LEAVES):
         return ()
+    if isinstance(item, nn.Module):
+        return [*item.parameters(), *item.buffers()]
     if isinstance(item, Optimizer):
         return [value for name, value in attributes(item).items() if name not in ("state", "param_groups")]
     if isinstance(item, Mapping):
