@@ -487,7 +487,7 @@ class DappleStrategy(ParallelStrategy):
         """Return whether the state of optimizers can move between ranks; refuse what no rank can step by itself."""
         if len(self.config.replicas or (1,) * self.world_size) == 1 and self.config.shard_optimizer == "off":
             return True  # every rank has all gradients, and all state
-        return all(check_separable(optimizer, self.world_size) for optimizer in self.optimizers)
+        return all(check_separable(one, self.world_size, device=self.root_device) for one in self.optimizers)
 
     def _install_loop(self, trainer: pl.Trainer) -> None:
         assert self._session is not None, "set up before"
@@ -676,9 +676,10 @@ class DappleStrategy(ParallelStrategy):
             self._session.settle()
             groups, weights = self._groups[self.optimizers.index(optimizer)], self._session.weights
             placed = self._placed(weights)
-            with weights.whole(placed=placed) if groups.has_own_state_dict else contextlib.nullcontext():
-                if self.config.save_distributed_checkpoint:
-                    return state_dict_of_all(groups, links.control)
+            whole = partial(weights.whole, placed=placed) if groups.has_own_state_dict else contextlib.nullcontext
+            if self.config.save_distributed_checkpoint:
+                return state_dict_of_all(groups, links.control, whole=whole)
+            with whole():
                 return groups.gather(links.control, placed=placed)
 
     def save_checkpoint(

@@ -152,4 +152,4 @@ def test_what_cannot_move_is_refused_when_it_would_have_to(tmp_path: Path) -> No
 def test_what_no_rank_can_step_is_refused(kind: str) -> None:
     make, said = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=said):
-        check_separable(make(Net("AdamW")), 2)
+        check_separable(make(Net("AdamW")), 2, device=torch.device("cpu"))

@@ -97,14 +97,14 @@ def parameters() -> list[dict[str, Any]]:
 )
 def test_one_that_couples_parameters_is_refused(kind: type[Own], said: str) -> None:
     with pytest.raises(UnsupportedError, match=f'{said}.*layout="3" with shard_optimizer="off"'):
-        check_separable(kind(parameters()), 3)
+        check_separable(kind(parameters()), 3, device=torch.device("cpu"))
 
 
 def test_one_that_counts_is_not_and_stays_as_it_was() -> None:
     """The lists and dicts of its own were those of the trial, so that training began some steps later."""
     optimizer = Counting(parameters())
     before = copy.deepcopy(optimizer.param_groups)
-    check_separable(optimizer, 2)
+    check_separable(optimizer, 2, device=torch.device("cpu"))
     assert (optimizer.taken, optimizer.counts, dict(optimizer.state)) == ([], {"steps": 0}, {})
     for group, old in zip(optimizer.param_groups, before, strict=True):
         assert group["lr"] == old["lr"]

@@ -10,7 +10,8 @@ that other ranks write, and finds these again in the tree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +37,18 @@ def own_tensors(groups: Groups) -> dict[str, torch.Tensor]:
     }
 
 
-def state_dict_of_all(groups: Groups, control: ControlPlane) -> dict[str, Any]:
+def state_dict_of_all(
+    groups: Groups, control: ControlPlane, *, whole: Callable[[], AbstractContextManager[None]]
+) -> dict[str, Any]:
     """Return an optimizer's state dict on rank 0, with absent tensors where other ranks write; on all ranks together.
 
-    Where it computes with tensors, rank 0 gets all of them. Other ranks return their own state.
+    Args:
+        groups: of the optimizer.
+        control: to the other ranks.
+        whole: lets rank 0 have all weights inside, where the state dict is computed from tensors; it gets all then.
+
+    Returns:
+        On other ranks their own state.
     """
     what, names = "what ranks keep of the optimizer", groups.names()
     mine = {names[parameter]: _forms(entries, names[parameter]) for parameter, entries in groups.owned().items()}
@@ -53,7 +62,8 @@ def state_dict_of_all(groups: Groups, control: ControlPlane) -> dict[str, Any]:
         return groups.local_state() if tree is None else tree
     if control.rank == 0:
         log.info("%s.state_dict() computes with tensors: rank 0 writes them.", type(groups.optimizer).__name__)
-    return groups.gather(control)
+    with whole():
+        return groups.gather(control)
 
 
 def without_tensors(tree: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> dict[str, Any]:

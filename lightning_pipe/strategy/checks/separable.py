@@ -33,12 +33,13 @@ _ROUNDING = 1e-5
 _STEPS, _MORE_STEPS = range(10), range(10, 13)
 
 
-def check_separable(optimizer: Optimizer, ranks: int) -> bool:
+def check_separable(optimizer: Optimizer, ranks: int, *, device: torch.device) -> bool:
     """Check that an optimizer steps each parameter by itself, and that its state can be put together.
 
     Args:
         optimizer: what is to train a pipeline.
         ranks: how many there are.
+        device: where it will step.
 
     Returns:
         Whether the state of a parameter can move to another rank: all of it is in state tables.
@@ -52,7 +53,7 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
     if is_torchs(optimizer) or len(trained) < 2:
         return True
     try:
-        together = TrialSteps(optimizer, trained)
+        together = TrialSteps(optimizer, trained, device=device)
         together.take(_STEPS)
         if not any(together.moved(place).any() for place in trained):
             raise RuntimeError(f"no parameter moves in {len(_STEPS)} steps")
@@ -64,7 +65,9 @@ def check_separable(optimizer: Optimizer, ranks: int) -> bool:
     _refuse_more_calls(together, advice)
     half = len(trained) // 2
     shares: tuple[list[int], ...] = (trained[:half], trained[half:], trained[::2], [])
-    aparts = [_checked_apart(optimizer, together, places, advice) for places in shares]
+    aparts = [TrialSteps(optimizer, places, device=device) for places in shares]
+    for apart, places in zip(aparts, shares, strict=True):
+        _check_apart(apart, together, places, advice)
     together.take(_MORE_STEPS)
     return all(_goes_on_like(apart, together) for apart in aparts)
 
@@ -78,9 +81,9 @@ def _refuse_more_calls(trial: TrialSteps, advice: str) -> None:
         )
 
 
-def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[int], advice: str) -> TrialSteps:
-    """Return a trial with some gradients only, after the others' weights and state have come to it."""
-    name, apart = type(optimizer).__name__, TrialSteps(optimizer, places)
+def _check_apart(apart: TrialSteps, together: TrialSteps, places: Sequence[int], advice: str) -> None:
+    """Take steps with some gradients only, and check them, and what they leave beside weights and state of others."""
+    name = type(apart.optimizer).__name__
     try:
         apart.take(_STEPS)
     except Exception as error:
@@ -103,7 +106,6 @@ def _checked_apart(optimizer: Optimizer, together: TrialSteps, places: Sequence[
             "optimizer.state[parameter]. In a pipeline every rank has another value, and a checkpoint would hold that "
             f"of rank 0. Keep what belongs to a parameter in optimizer.state[parameter]. {advice}"
         )
-    return apart
 
 
 def _said(error: Exception) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class TrialSteps:
     Args:
         optimizer: the user's; it is not changed.
         places: in the order of `parameters_of`, those whose gradients are here; the other trained ones are elsewhere.
+        device: where the copy steps; some optimizers do so on a GPU only.
 
     Attributes:
         optimizer: the copy.
@@ -37,8 +39,8 @@ class TrialSteps:
         calls: how often it has called its closure in a step, at most.
     """
 
-    def __init__(self, optimizer: Optimizer, places: Collection[int]) -> None:
-        self.optimizer, memo = copied(optimizer, _corner)
+    def __init__(self, optimizer: Optimizer, places: Collection[int], *, device: torch.device) -> None:
+        self.optimizer, memo = copied(optimizer, partial(_corner, device=device))
         self.corners: list[Any] = [memo[id(parameter)] for parameter in parameters_of(optimizer)]
         self._places, self.calls = frozenset(places), 0
         with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
@@ -115,9 +117,10 @@ class _NoCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _corner(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the first few numbers along each dimension."""
+def _corner(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
+    """Return a copy of the first few numbers along each dimension, on the device; counters stay where they are."""
     corner = tensor.detach()[tuple(slice(_MOST) for _ in tensor.shape)].clone()
+    corner = corner.to(device) if isinstance(tensor, nn.Parameter) or tensor.ndim else corner
     return nn.Parameter(corner, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else corner
 
 

@@ -191,8 +191,11 @@ class Groups:
 
     def load(self, whole: Mapping[str, Any]) -> None:
         """Load the state of a whole optimizer for the parameters that are stepped here; the rest is not read."""
+        everyone = inner_optimizers(self._optimizer)
+        if len(everyone) == 1 and {"state", "param_groups"} <= whole.keys():  # whose class may call no hooks
+            whole = self._only_here(self._optimizer, whole)
         with contextlib.ExitStack() as hooks:
-            for inner in inner_optimizers(self._optimizer):
+            for inner in everyone:
                 with contextlib.suppress(AttributeError):
                     hooks.callback(inner.register_load_state_dict_pre_hook(self._only_here).remove)
             self._optimizer.load_state_dict(_read_beside_states(whole))
@@ -202,7 +205,7 @@ class Groups:
             for key, entry in table.items():
                 table[key] = apply_to_collection(entry, torch.Tensor, lambda x: _read(x) if id(x) in in_file else x)
 
-    def _only_here(self, inner: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def _only_here(self, inner: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved state without the parameters that other ranks step."""
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         parameters = (parameter for group in inner.param_groups for parameter in group["params"])
