@@ -93,17 +93,17 @@ class TrialSteps:
         return moved
 
     def join(self, other: TrialSteps) -> None:
-        """Get weights and state from a trial that had all gradients, as other ranks give them; have all from now on."""
-        absent = self.trained - self._places
-        for place in absent:
+        """Get weights and states from a trial that had all gradients, as other ranks give them; have all from now on.
+
+        The states of parameters that were here are replaced, too: what was drawn for them differs.
+        """
+        for place in self.trained - self._places:
             occupy(self.corners[place], other.corners[place].detach().clone())
         for mine, theirs in zip(state_tables(self.optimizer), state_tables(other.optimizer), strict=True):
-            for place in absent:
+            for place in self.trained:
                 mine.pop(self.corners[place], None)
-                if other.corners[place] in theirs:
-                    mine[self.corners[place]] = apply_to_collection(
-                        theirs[other.corners[place]], torch.Tensor, torch.clone
-                    )
+                if (entry := theirs.get(other.corners[place])) is not None:
+                    mine[self.corners[place]] = apply_to_collection(entry, torch.Tensor, torch.clone)
         self._places = self.trained
 
 
