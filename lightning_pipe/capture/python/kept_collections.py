@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lightning_pipe.capture.python.places import Answers, Place
+from lightning_pipe.capture.python.places import Place
 
 
 class KeptList(list[Any]):
@@ -52,7 +52,7 @@ class KeptList(list[Any]):
         return other + list(self)
 
 
-class KeptDict(Answers):
+class KeptDict(dict[Any, Any]):
     """A dict that notes whether somebody looks at what was in it before; entries of the step's own may be read.
 
     Attributes:

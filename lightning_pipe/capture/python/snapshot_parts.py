@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from lightning_pipe.capture.python.places import (
     same,
 )
 from lightning_pipe.capture.torch_private import version_of
+from lightning_pipe.errors import PipelineError
 
 Keys: TypeAlias = AbstractSet[Any]
 
@@ -39,6 +40,24 @@ class StateChange:
     before: Any
     now: Any
     is_content: bool = False
+
+    def repeat(self) -> None:
+        """Make the change once more, after what has changed was put back.
+
+        Raises:
+            PipelineError: if it is of what keeps no copy of its content.
+        """
+        container = self.slot.read()
+        if not self.is_content:
+            self.slot.write(self.now)
+        elif isinstance(container, (list, deque, set)):
+            container.clear()
+            (container.update if isinstance(container, set) else container.extend)(self.now)
+        elif not isinstance(container, dict):  # of one its order
+            raise PipelineError(
+                f"The backward changes the content of {self.slot.name}, and the step changes Python state, too. Keep "
+                "numbers or lists of numbers there, or change it in a hook of the module or of a callback."
+            )
 
     def __str__(self) -> str:
         if self.is_content:
@@ -91,10 +110,7 @@ class DictContent:
 
     def is_same(self) -> bool:
         """Return whether the content is what it was."""
-        content, container = self.content, self._container
-        if not self._hidden and len(container) != len(content):
-            return False
-        now = self._now()
+        content, now = self.content, self._now()
         if len(now) != len(content):
             return False
         for (a, x), (b, y) in zip(now.items(), content.items(), strict=True):
@@ -133,7 +149,11 @@ class ListContent:
 
     def __init__(self, container: Any, slot: Place, *, hidden: Keys = frozenset()) -> None:
         self._container, self._slot, self._hidden = container, slot, hidden
-        self.content = list(container)
+        self.content = self._now()
+
+    def _now(self) -> list[Any]:
+        # a subclass may do anything where it is asked itself; one of ours notes who looks
+        return list(list.__iter__(self._container) if isinstance(self._container, list) else self._container)
 
     def slots(self) -> Iterator[Place]:
         """Yield the places of what is inside, which have content of their own."""
@@ -144,12 +164,13 @@ class ListContent:
 
     def is_same(self) -> bool:
         """Return whether the content is what it was."""
+        now = self._now()
         if self._hidden:
-            return len(self._container) == len(self.content) and next(self._different(), None) is None
-        return len(self._container) == len(self.content) and all(map(same, self._container, self.content))
+            return len(now) == len(self.content) and next(self._different(), None) is None
+        return len(now) == len(self.content) and all(map(same, now, self.content))
 
     def _different(self) -> Iterator[int]:
-        for index, (before, now) in enumerate(zip(self.content, self._container, strict=True)):
+        for index, (before, now) in enumerate(zip(self.content, self._now(), strict=True)):
             if index not in self._hidden and not same(before, now):
                 yield index
 
@@ -157,7 +178,7 @@ class ListContent:
         """Yield what is no longer what it was."""
         if self.is_same():
             return
-        now = list(self._container)
+        now = self._now()
         if isinstance(self._container, list) and len(now) == len(self.content):
             for index in self._different():
                 slot = self._slot.inside(self._container, index, "item")
@@ -167,7 +188,7 @@ class ListContent:
 
     def restore(self) -> None:
         """Put the content back, where that is possible."""
-        pairs = itertools.zip_longest(self._container, self.content, fillvalue=ABSENT)
+        pairs = itertools.zip_longest(self._now(), self.content, fillvalue=ABSENT)
         if all(one is two for one, two in pairs):
             return
         self._container.clear()

@@ -190,7 +190,7 @@ class Snapshot:
             yield DictContent(value, slot, hidden=hidden)
         elif isinstance(value, (list, deque, set)):
             yield ListContent(value, slot, hidden=hidden)
-        elif _is_foreign(type(value)):
+        if _is_foreign(type(value)):
             return
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):

@@ -46,13 +46,17 @@ _HANDLES = itertools.count()
 
 @dataclass(frozen=True)
 class _Tape:
-    """A play that waits for its backward: what was sent and given, the loss, its parameters, and those of no stage."""
+    """A play that waits for its backward: what was sent and given, the loss, its parameters, and those of no stage.
+
+    `left` is the Python state at its end, which its backward reads; None where that is the state before the batch.
+    """
 
     sent: Mapping[int, Tensors]
     given: Mapping[int, Tensors]
     loss: torch.Tensor | None
     parameters: dict[str, torch.Tensor]
     spare: dict[str, torch.Tensor]
+    left: ModuleState | None
 
 
 class StageReplayer:
@@ -108,7 +112,7 @@ class StageReplayer:
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
         metrics = self._now.metrics_of(self._step.module)
-        run = StepRun(self._others, metrics, samples=samples, key=key, given=given, hang=hang, before=python)
+        run = StepRun(self._others, metrics, samples=samples, key=key, given=given, hang=hang)
         recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
@@ -137,8 +141,8 @@ class StageReplayer:
             trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
-            if run.repeats and any(python.changes()):
-                run.left = ModuleState(self._step.module, copies=True)
+            is_read = self._step.has_backward and any(True for _ in python.changes())
+            left = python.now() if is_read else None
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         if self._part.is_last:
             recording.is_whole, recording.answers = True, answerer.answers
@@ -149,7 +153,7 @@ class StageReplayer:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
-        return self._keep(run, loss, state), sent, told, changed
+        return self._keep(run, loss, state, left), sent, told, changed
 
     def backward(
         self,
@@ -190,7 +194,7 @@ class StageReplayer:
         wanted = [*given, *parameters.values(), *itertools.chain(*detached.values())]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if made and wanted:
-            with torch.enable_grad():
+            with torch.enable_grad(), contextlib.nullcontext() if tape.left is None else tape.left.in_place():
                 found = torch.autograd.grad(made, wanted, towards, allow_unused=True)
         complete = iter([torch.zeros_like(w) if g is None else g for g, w in zip(found, given, strict=False)])
         returned = {k: tuple(itertools.islice(complete, len(tensors))) for k, tensors in leaves.items()}
@@ -274,12 +278,14 @@ class StageReplayer:
         with none_caught():
             return with_loss(self._step.method, step(batch, *self._now.arguments))
 
-    def _keep(self, run: StepRun, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor]) -> int:
+    def _keep(
+        self, run: StepRun, loss: torch.Tensor | None, state: Mapping[str, torch.Tensor], left: ModuleState | None
+    ) -> int:
         handle = next(_HANDLES)
         if self._step.has_backward:
             trained = {name: state[self._part.parameters[name][0]] for name in self._part.trained}
             spare: dict[str, torch.Tensor] = {name: self._step.module.get_parameter(name) for name in self._part.spare}
-            self._tapes[handle] = _Tape(run.sent, run.leaves, loss, trained, spare)
+            self._tapes[handle] = _Tape(run.sent, run.leaves, loss, trained, spare, left)
         return handle
 
     def _differentiated(self, k: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,9 +5,8 @@ Units inside a checkpoint, and those that the plan recomputes, keep nothing but 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -24,7 +23,6 @@ from lightning_pipe.capture.replayed.stage_spec import Tensors
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey
-from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import FakeTensor
 from lightning_pipe.errors import PipelineError
 
@@ -43,15 +41,12 @@ class StepRun:
         key: key of the random numbers.
         given: outputs of the given units.
         hang: context in which the module has the parameters and buffers of this run.
-        before: Python state before the batch, which the module has again between runs.
 
     Attributes:
         checkpoints: knows whether a checkpoint runs, outside of units.
         is_inside: whether a unit runs.
-        repeats: whether units run again in the backward.
         sent: outputs of the units that others are given.
         leaves: what it was given, as leaves of autograd.
-        left: Python state at its end, where that is not the state before the batch.
     """
 
     def __init__(
@@ -63,17 +58,15 @@ class StepRun:
         key: RandomKey,
         given: Mapping[int, Tensors],
         hang: Callable[[], AbstractContextManager[None]],
-        before: ModuleState,
     ) -> None:
-        self._hang, self._before = hang, before
+        self._hang = hang
         self._others, self._step, self._part, self._metrics = others, others.step, others.part, metrics
         self._samples, self._key, self._given = samples, key, given
         self._called = 0
         self.checkpoints = CheckpointDepth()
-        self.is_inside, self.repeats = False, False
+        self.is_inside = False
         self.sent: dict[int, Tensors] = {}
         self.leaves: dict[int, Tensors] = {}
-        self.left: ModuleState | None = None
 
     def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a unit's module."""
@@ -142,27 +135,14 @@ class StepRun:
     def _checkpointed(self, call: Callable[[], Any]) -> Any:
         """Call a unit whose activations are recomputed; what it logs then is what it has logged."""
         module, metrics, runs = self._step.module, self._metrics, itertools.count()
-        self.repeats = True
 
         def run() -> Any:
             if next(runs) == 0:
                 return call()
-            with self._hang(), self._as_left(), recording_calls(module, StepRecording(), metrics), no_collectives():
+            with self._hang(), recording_calls(module, StepRecording(), metrics), no_collectives():
                 return call()
 
         return checkpoint(run, use_reentrant=False)
-
-    @contextlib.contextmanager
-    def _as_left(self) -> Iterator[None]:
-        """Have the Python state that the step has left, inside: what it has set for its units (a rate, a phase)."""
-        if self.left is None:
-            yield
-            return
-        self.left.restore()
-        try:
-            yield
-        finally:
-            self._before.restore()
 
     def _seed(self, number: int) -> None:
         step = self._step

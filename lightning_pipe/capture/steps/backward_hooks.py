@@ -81,9 +81,8 @@ def backward_followed(
     apply: Callable[..., Any] = BackwardCFunction.apply
 
     def followed(*args: Any, **kwargs: Any) -> Any:
-        with state_put_back(module) as state:
-            with reading():
-                found = differentiate(*args, **kwargs)
+        with reading(), state_put_back(module) as state:
+            found = differentiate(*args, **kwargs)
             if (change := next(iter(state.changes()), None)) is not None:
                 raise hazard(f"its backward changes {change.slot.name} (state)", "")
             return found

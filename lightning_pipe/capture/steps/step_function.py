@@ -170,15 +170,23 @@ class StepFunction(nn.Module):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Track numbers, and note what is read of modules, while Python of the step runs after it: in its backward."""
-        with self._varying_numbers(), self.reads.recording(code=False), tracking_mathematics():
+        """Track numbers, and note what is read of state and modules, while Python of the step runs in its backward."""
+        with (
+            self._varying_numbers(),
+            self.state.left_in_place(),
+            self.reads.recording(code=False),
+            tracking_mathematics(),
+        ):
             yield
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Watch the code and the torch calls of Python of the step that runs after it; inside of `reading`."""
         self.has_python_backward = True
-        with self.reads.following_code(), Observer((), lambda: "", numbers=self._vector):
+        observer = Observer((), lambda: "", numbers=self._vector)
+        if self.current is not None:
+            observer.constants = self.current.constants
+        with self.reads.following_code(), observer:
             yield
 
     def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:

@@ -54,6 +54,8 @@ class StepState:
     reads: Reads
     kept: list[KeptState] = field(default_factory=list)
     _unread: list[tuple[Place, KeptList | KeptDict]] = field(default_factory=list)
+    _changed: list[tuple[Place, KeptList | KeptDict]] = field(default_factory=list)
+    _left: list[tuple[Place, Any]] = field(default_factory=list)
 
     @property
     def unread(self) -> list[Place]:
@@ -79,10 +81,29 @@ class StepState:
                 yield
                 for slot, collection in collections:
                     self._note_collection(slot, collection)
+                left = [(slot, collection) for slot, collection in collections if slot.read() is collection]
             for change in state.changes():
                 self._note(change)
+                left.append((change.slot, change.now))
+            self._left = left
         finally:
             state.restore()
+
+    @contextlib.contextmanager
+    def left_in_place(self) -> Iterator[None]:
+        """Show its backward the state that the run has left, collections that note who looks at them among it.
+
+        Raises:
+            CaptureError: if the backward reads what the run has added to what earlier steps have left.
+        """
+        with contextlib.ExitStack() as stack:
+            for slot, value in self._left:
+                stack.callback(slot.write, slot.read())
+                slot.write(value)
+            yield
+        for slot, collection in self._changed:
+            if collection.is_read:
+                self._refuse(slot)
 
     def _note_collection(self, slot: Place, collection: KeptList | KeptDict) -> None:
         if slot.read() is not collection:
@@ -94,6 +115,7 @@ class StepState:
         self._unread.append((slot, collection))
         if not collection.is_changed:
             return
+        self._changed.append((slot, collection))
         if isinstance(collection, KeptList):
             self._keep(slot, "refill" if collection.is_cleared else "extend", collection.added)
         elif collection.is_cleared:
@@ -168,8 +190,8 @@ class ModuleState:
         self, module: pl.LightningModule, *, shared: Sequence[Place] | None = None, copies: bool = False
     ) -> None:
         self._module = module
-        shared = tuple(shared_slots(module)) if shared is None else shared
-        self.slots = (*attribute_slots(module), *shared)
+        self._shared = tuple(shared_slots(module)) if shared is None else shared
+        self.slots = (*attribute_slots(module), *self._shared)
         self._known = {slot.place for slot in self.slots}
         self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
 
@@ -184,6 +206,23 @@ class ModuleState:
         for slot in self._new():
             slot.write(ABSENT)
         self._snapshot.restore()
+
+    def now(self) -> ModuleState:
+        """Return the state of the same module as it is now, with copies."""
+        return ModuleState(self._module, shared=self._shared, copies=True)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have this state inside, and outside the one that is there now with what the code inside has changed."""
+        outside = self.now()
+        self.restore()
+        try:
+            yield
+            changes = [*self.changes()]
+        finally:
+            outside.restore()
+        for change in changes:
+            change.repeat()
 
     def kept(self) -> list[KeptState]:
         """List what has changed, as what a step leaves behind; classes that it made are made again where missed."""
