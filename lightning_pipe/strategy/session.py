@@ -345,11 +345,17 @@ class Session:
 
     def _run(self, call: StepRequest, turn: RunOptions, recording: Recording | None) -> Any:
         """Run a step by the plan; log what it says, and return what it returns."""
-        ran = self._trained(call, turn) if call.method == TRAINING else self._pipeline.run(call, turn)
+        ran, returned = self._trained(call, turn) if call.method == TRAINING else self._told(call, turn)
         self._stop = ran.stop
         if recording is not None:
             recording.add(ran)
-        return replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+        return returned
+
+    def _told(self, call: StepRequest, turn: RunOptions) -> tuple[StepResult, Any]:
+        """Run a program of a step; log what the step says, keep its state, and return also what it returns."""
+        ran = self._pipeline.run(call, turn)
+        returned = replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
+        return ran, returned
 
     def _may_step_in_parts(self) -> bool:
         """Return whether parameters may step beside sums of the gradients of others."""
@@ -407,15 +413,15 @@ class Session:
         said, self._stop = self._stop, None
         return said
 
-    def _trained(self, call: StepRequest, turn: RunOptions) -> StepResult:
-        """Run a training step, and then hooks on the gradients of parameters; show stand-ins for other gradients."""
+    def _trained(self, call: StepRequest, turn: RunOptions) -> tuple[StepResult, Any]:
+        """Run a training step, and then hooks on gradients, which see its state; show stand-ins for other gradients."""
         at_once = self._are_gradients_read_at_once or self._hooks.is_needed
         if at_once and not turn.synchronise:
             turn = replace(turn, synchronise=True)
         state = self._pipeline.runner
         summed = state.reduced
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
-            ran = self._pipeline.run(call, turn)
+            ran, returned = self._told(call, turn)
         if ran.is_skipped:
             state.land(lambda: None, among=())
         if ran.is_skipped and turn.synchronise and not summed:  # the batches of the window before it count
@@ -425,7 +431,7 @@ class Session:
             self.weights.show_gradients(dict(zip(clipper.parameters(), clipper.norms().of_each(), strict=True)))
         else:
             self.weights.show_gradients()
-        return ran
+        return ran, returned
 
     def _plainly(self, method: str, batch: Any, arguments: tuple[int, ...]) -> Any:
         """Run a step on this rank alone, which has the whole module and the whole batch until there is a plan."""
