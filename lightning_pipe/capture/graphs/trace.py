@@ -234,7 +234,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     with (
         no_collectives(),
         no_training_state(),
-        backward_followed(step.model, step.reading, step.observing),
+        backward_followed(step.model, step.reading, step.observing, step.reads_nodes),
         mode,
         private.reparametrize(step, state),
         private.fx_traceback.preserve_node_meta(),

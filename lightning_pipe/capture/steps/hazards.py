@@ -123,6 +123,7 @@ class TracedNumber:
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = __hash__ = _refuse
 
 
+_NODE: Any = torch.Tensor.grad_fn  # a property, which types take for what it returns
 _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or less
@@ -166,6 +167,7 @@ class Observer(TorchFunctionMode):
         answers: truth values with which the first questions are answered; the next one raises `Question`.
         guards: (tensor that is 1.0 where the answer was wrong, answer, line) per question, in order.
         constants: real tensors that entered calls, with the user's line, by identity.
+        reads_nodes: whether it was asked for the node of autograd that has made a tensor.
         numbers: vector from which the graph reads tracked numbers; None where there is no graph.
     """
 
@@ -179,6 +181,7 @@ class Observer(TorchFunctionMode):
         self.calls: list[tuple[Any, str]] = []
         self.guards: list[tuple[torch.Tensor, bool, str]] = []
         self.constants: dict[int, tuple[torch.Tensor, str]] = {}
+        self.reads_nodes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the call and answer reads of values."""
@@ -208,6 +211,7 @@ class Observer(TorchFunctionMode):
         if kwargs.get("generator") is not None:
             raise hazard("it draws random numbers from a generator of its own", line, self.module_path())
         name = getattr(func, "__name__", str(func))
+        self.reads_nodes |= func == _NODE.__get__
         if name != "__get__" and func not in _UNCOUNTED:
             self.calls.append((described(name, args, kwargs), line))
             self._note_constants(name, args, kwargs, line)

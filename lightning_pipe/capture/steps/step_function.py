@@ -189,6 +189,10 @@ class StepFunction(nn.Module):
         with self.reads.following_code(), observer:
             yield
 
+    def reads_nodes(self) -> bool:
+        """Return whether the run has looked at a node of autograd."""
+        return self.current is not None and self.current.reads_nodes
+
     def _batch(self, leaves: tuple[torch.Tensor, ...]) -> Any:
         """Return the batch with tracked numbers."""
 
