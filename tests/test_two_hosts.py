@@ -75,9 +75,9 @@ def test_two_hosts_train_together(launcher: str, tmp_path: Path) -> None:
 def test_a_card_is_chosen_only_where_the_name_of_a_host_leads_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(network_card.socket, "gethostname", lambda: "localhost")
-    assert network_card.choose_card("127.0.0.1") == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert network_card.choose_card("127.0.0.1") is None  # it is named now
+    assert network_card.choose_card("127.0.0.1", hosts=2) == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert network_card.choose_card("127.0.0.1", hosts=2) is None  # it is named now
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(network_card.socket, "gethostbyname", lambda name: "10.1.2.3")
-    assert network_card.choose_card("127.0.0.1") is None
+    assert network_card.choose_card("127.0.0.1", hosts=2) is None
     assert "GLOO_SOCKET_IFNAME" not in os.environ

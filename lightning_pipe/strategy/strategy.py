@@ -80,7 +80,7 @@ from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, 
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, GuardedScriptLauncher
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
-from lightning_pipe.strategy.ranks.network_card import choose_card
+from lightning_pipe.strategy.ranks.network_card import choose_card, forget_card
 from lightning_pipe.strategy.ranks.outcome import FitOutcome
 from lightning_pipe.strategy.ranks.shown_errors import show_errors
 from lightning_pipe.strategy.refusals import (
@@ -322,7 +322,9 @@ class DappleStrategy(ParallelStrategy):
         """Begin to guard this process, for one fit."""
         self.set_world_ranks()
         ranks = self.num_nodes * self.num_processes
-        self._watch = begin_watch(self.global_rank, ranks, deadline_s=self.config.deadline_s, verdict=verdict)
+        self._watch = begin_watch(
+            self.global_rank, ranks, deadline_s=self.config.deadline_s, hosts=self.num_nodes, verdict=verdict
+        )
         return self._watch.guard
 
     def setup_environment(self) -> None:
@@ -364,15 +366,15 @@ class DappleStrategy(ParallelStrategy):
 
     def _connect(self) -> Connections:
         """Join the process group, if this rank is in none, and connect with the other ranks."""
-        if self.num_nodes > 1 and self.cluster_environment is not None:
-            choose_card(self.cluster_environment.main_address)
         if self.world_size == 1:
             return unconnected()
         if self._watch is None:
             self._begin_watch()
         assert self.cluster_environment is not None and self._watch is not None, "set by the trainer"
+        environment = self.cluster_environment
+        if choose_card(environment.main_address, hosts=self.num_nodes) is not None:
+            self._undo.append(forget_card)
         if not dist.is_initialized():
-            environment = self.cluster_environment
             store = join_ranks(self._watch, address=environment.main_address, port=environment.main_port)
             backend = self._backend or private.default_backend(self.root_device)
             with self._watch.opening("the process group"):

@@ -106,19 +106,28 @@ class GuardClient:
         """Call this, from another thread, when a rank has failed."""
         self._on_failure = function
 
-    def host(self) -> Message:
-        """Become the place where guards meet; return how to reach it, but for the address."""
-        answer = self._ask({"do": "host"}, wait_s=max(_ANSWER_S, self._deadline_s))
-        return {"port": answer["port"], "token": answer["token"]}
+    def host(self, addresses: Sequence[str]) -> Message:
+        """Become the place where guards meet, at addresses of this host; return how to reach it.
 
-    def join(self, addresses: Sequence[str], hub: Message) -> None:
+        Raises:
+            PipelineError: if nobody can listen at any of them.
+        """
+        request = {"do": "host", "addresses": list(addresses)}
+        answer = self._ask(request, wait_s=max(_ANSWER_S, self._deadline_s))
+        if not answer["places"]:
+            raise PipelineError(
+                f"The guard of rank 0 cannot listen at {' or '.join(addresses)}. Set MASTER_ADDR to an address of its "
+                "host."
+            )
+        return {"places": answer["places"], "token": answer["token"]}
+
+    def join(self, hub: Message) -> None:
         """Meet the other guards.
 
         Raises:
             PipelineError: if they cannot be reached.
         """
-        request = {"do": "join", "hub": {"addresses": list(addresses), **hub}}
-        why = self._ask(request, wait_s=max(_ANSWER_S, self._deadline_s))["why"]
+        why = self._ask({"do": "join", "hub": hub}, wait_s=max(_ANSWER_S, self._deadline_s))["why"]
         if why:
             raise PipelineError(
                 f"Rank {self.rank} cannot reach the guard of rank 0, at {why}. Either rank 0 has died, or its host "

@@ -54,9 +54,10 @@ class GuardedWatch:
         rank: this rank.
         ranks: number of ranks.
         patience: deadlines.
+        hosts: number of hosts that the ranks are on.
 
     Attributes:
-        guard, rank, ranks, patience: as given.
+        guard, rank, ranks, patience, hosts: as given.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class GuardedWatch:
         rank: int,
         ranks: int,
         patience: Patience = PATIENCE,
+        hosts: int = 1,
     ) -> None:
-        self.guard, self.rank, self.ranks, self.patience = guard, rank, ranks, patience
+        self.guard, self.rank, self.ranks, self.patience, self.hosts = guard, rank, ranks, patience, hosts
         self._depth, self._step, self._at = 0, -1, NOWHERE.encode()
         self._is_limited = False  # whether the guard keeps to the deadline where this rank is now
         self._met = 0  # waits beside programs

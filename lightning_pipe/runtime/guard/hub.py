@@ -12,6 +12,7 @@ from dataclasses import asdict
 from lightning_pipe.runtime.guard.failure import OUTSIDE, Failure, GuardedState, unpacked
 from lightning_pipe.runtime.guard.lines import Message
 
+CUT_OFF = "its guard has closed the connection: the processes of its host were killed, or the network has cut it off"
 MOMENT_S = 0.4  # between the first word of a death and the decision who was first
 
 
@@ -76,7 +77,7 @@ class GuardHub:
     def lost(self, rank: int, now: float) -> None:
         """Hear that the connection to the guard of a rank is closed."""
         if self._heard.pop(rank, None) is not None:
-            cause = "its process and the guard of it are gone: all of its host's processes were probably killed"
+            cause = CUT_OFF
             where = str(self._states[rank])
             self.declare(Failure(rank, where, cause, session=self._sessions.get(rank, 0), lasting=True), now)
 

@@ -1,4 +1,4 @@
-"""Send messages over a socket, one line of JSON each."""
+"""Send messages over a socket, one line of JSON each, between ends that trust each other (`runtime.callers`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 Message = dict[str, Any]
 SEND_S = 2.0  # a message that is not taken in this time is lost; its reader is stopped or cut off
 _MOST = 1 << 16  # bytes of one read
+_LONGEST = 1 << 22  # bytes of a line
 
 
 class Lines:
@@ -36,7 +37,7 @@ class Lines:
         return True
 
     def read(self) -> list[Message] | None:
-        """Return the messages that have come, None when the other end is closed."""
+        """Return the messages that have come, None when the other end is closed or sends something else."""
         try:
             received = self.connection.recv(_MOST)
         except TimeoutError:
@@ -46,7 +47,13 @@ class Lines:
         if not received:
             return None
         *lines, self._rest = (self._rest + received).split(b"\n")
-        return [json.loads(line) for line in lines]
+        if len(self._rest) > _LONGEST:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except (ValueError, RecursionError):
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
     def close(self) -> None:
         """Close the connection."""

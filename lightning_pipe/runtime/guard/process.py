@@ -7,6 +7,7 @@ with its rank when a shell suspends the job (they share a process group), and it
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import secrets
 import selectors
@@ -18,18 +19,19 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from lightning_pipe.runtime.callers import TOKEN_BYTES, Callers, hello, received, welcome
 from lightning_pipe.runtime.guard.failure import IDLE, INSIDE, LEAVING, Failure, GuardedState, unpacked
-from lightning_pipe.runtime.guard.hub import GuardHub
-from lightning_pipe.runtime.guard.lines import Lines, Message
+from lightning_pipe.runtime.guard.hub import CUT_OFF, GuardHub
+from lightning_pipe.runtime.guard.lines import SEND_S, Lines, Message
 from lightning_pipe.runtime.guard.page import SharedPage
 from lightning_pipe.runtime.guard.pids import ending, is_stopped, kill, open_process, used_ns
 
 _TICK_S = 0.1
 _BEAT_S = 0.5
 _CONNECT_S = 3.0  # for one address of the hub
+_JOIN_S = 10.0  # for all of them, as often as they do not answer
 _LAST_WORD_S = 1.0  # for a rank to end once it was told to, and for a hub to be heard
 _SUSPENDED_S = 1.0  # between two looks: more is time in which the job was suspended
-_ALL = "0.0.0.0"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class RankGuard:
         self._limits = GuardTimeouts()
         self._rank, self._session = 0, 0
         self._hub: GuardHub | None = None
-        self._token = ""
+        self._callers: Callers | None = None  # at the hub
+        self._where: Message = {}  # the hub is
         self._upstream: Lines | None = None  # to the hub
         self._of_hub = GuardedState()  # what rank 0 does
         self._guests: dict[int, Lines] = {}  # of the hub
@@ -112,6 +115,7 @@ class RankGuard:
             else:
                 self._enforce(self._failure)
         if self._hub is not None:
+            self._welcome()
             self._hub.tick(self._awake)
         elif self._upstream is not None and self._awake - self._heard_at > self._limits.stale_s:
             silent = f"no word from its host for {self._limits.stale_s:g} s: it is down, or cut off"
@@ -197,7 +201,7 @@ class RankGuard:
                     self._hub.stale_s = self._limits.stale_s
                 self._to_hub({"do": "session", "number": self._session})
             case "host":
-                self._channel.send({"say": "hosting", "number": message["number"], **self._host()})
+                self._channel.send({"say": "hosting", "number": message["number"], **self._host(message["addresses"])})
             case "join":
                 why = self._join(**message["hub"])
                 self._channel.send({"say": "joined", "number": message["number"], "why": why})
@@ -259,16 +263,22 @@ class RankGuard:
             part.write_text(str(failure), encoding="utf-8")
             part.replace(self._verdict)
 
-    def _host(self) -> Message:
-        """Become the hub; return how to reach it."""
+    def _host(self, addresses: list[str]) -> Message:
+        """Become the hub, at these addresses as far as this host has them; return how to reach it."""
         if self._hub is None:
-            self._token = secrets.token_hex(16)
-            self._listener = socket.create_server((_ALL, 0), backlog=1024)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._welcome)
+            token, listeners = secrets.token_bytes(TOKEN_BYTES), dict[str, socket.socket]()
+            for address in addresses:
+                with contextlib.suppress(OSError):
+                    family, *_, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+                    listeners[address] = socket.create_server(place[:2], family=family, backlog=1024)
+            self._callers = Callers([*listeners.values()], lambda _: token)
+            self._selector.register(self._callers, selectors.EVENT_READ, self._welcome)
+            places = [(address, listener.getsockname()[1]) for address, listener in listeners.items()]
+            self._where, self._token = {"places": places, "token": token.hex()}, token
             self._hub = GuardHub(self._send, say, stale_s=self._limits.stale_s)
             self._hub.join(self._rank, self._awake)
             self._hub.take(self._rank, {"do": "session", "number": self._session}, self._awake)
-        return {"port": self._listener.getsockname()[1], "token": self._token}
+        return self._where
 
     def _send(self, rank: int, message: Message) -> None:
         """Send a message of the hub to the guard of a rank."""
@@ -278,61 +288,65 @@ class RankGuard:
             self._guests[rank].send(message)
 
     def _welcome(self) -> None:
-        guest = Lines(self._listener.accept()[0])
-        self._selector.register(guest, selectors.EVENT_READ, partial(self._from_guest, guest, None))
+        """Let in the guards that have called and shown the token."""
+        assert self._hub is not None and self._callers is not None, "callers come to the hub"
+        for rank, connection in self._callers.known():
+            connection.settimeout(SEND_S)
+            with contextlib.suppress(OSError):
+                connection.sendall(welcome(self._token))
+            guest = self._guests[rank] = Lines(connection)
+            self._hub.join(rank, self._awake)
+            self._selector.register(guest, selectors.EVENT_READ, partial(self._from_guest, guest, rank))
 
-    def _from_guest(self, guest: Lines, rank: int | None) -> None:
+    def _from_guest(self, guest: Lines, rank: int) -> None:
         assert self._hub is not None, "guests come to the hub"
         messages = guest.read()
         if messages is None:
             self._selector.unregister(guest)
             guest.close()
-            if rank is not None:
-                self._guests.pop(rank, None)
+            if self._guests.get(rank) is guest:
+                self._guests.pop(rank)
                 self._hub.lost(rank, self._awake)
             return
         for message in messages:
-            if rank is not None:
-                self._hub.take(rank, message, self._awake)
-                if message["do"] == "beat":
-                    guest.send({"say": "beat", "state": asdict(self._page.state)})
-            elif message.get("token") == self._token:
-                rank = int(message["rank"])
-                self._guests[rank] = guest
-                self._hub.join(rank, self._awake)
-                guest.send({"say": "welcome", "token": self._token})
-                self._selector.modify(guest, selectors.EVENT_READ, partial(self._from_guest, guest, rank))
+            self._hub.take(rank, message, self._awake)
+            if message["do"] == "beat":
+                guest.send({"say": "beat", "state": asdict(self._page.state)})
 
-    def _join(self, addresses: list[str], port: int, token: str) -> str:
+    def _join(self, places: list[tuple[str, int]], token: str) -> str:
         """Connect with the hub; return why that is not possible, "" if it is."""
+        end = time.monotonic() + _JOIN_S
+        while self._upstream is None:
+            errors = {f"{address}:{port}": self._call(address, port, bytes.fromhex(token)) for address, port in places}
+            is_hopeless = all(isinstance(error, ConnectionRefusedError) for error in errors.values())
+            if self._upstream is None and (is_hopeless or time.monotonic() > end):
+                return "; ".join(f"{place} ({error})" for place, error in errors.items())
+        return ""
+
+    def _call(self, address: str, port: int, token: bytes) -> OSError | None:
+        """Connect with the hub at an address, unless that is done; return why that is not possible."""
         if self._upstream is not None:
-            return ""
-        reasons = []
-        for address in addresses:
-            try:
-                line = Lines(socket.create_connection((address, port), timeout=_CONNECT_S))
-            except OSError as error:
-                reasons.append(f"{address}:{port} ({error})")
-                continue
-            line.connection.settimeout(_CONNECT_S)
-            answers = line.read() if line.send({"rank": self._rank, "token": token}) else None
-            if answers and answers[0].get("token") == token:
-                self._upstream, self._heard_at = line, self._awake
-                self._selector.register(line, selectors.EVENT_READ, self._from_hub)
-                for message in answers[1:]:
-                    self._hear(message)
-                self._to_hub({"do": "session", "number": self._session})
-                return ""
-            line.close()
-            reasons.append(f"{address}:{port} (another program answers)")
-        return "; ".join(reasons)
+            return None
+        try:
+            connection = socket.create_connection((address, port), timeout=_CONNECT_S)
+            connection.sendall(hello(token, self._rank))
+        except OSError as error:
+            return error
+        expected = welcome(token)
+        if not hmac.compare_digest(received(connection, len(expected), timeout_s=_CONNECT_S), expected):
+            connection.close()
+            return OSError("another program answers, or nobody does")
+        self._upstream, self._heard_at = Lines(connection), self._awake
+        self._selector.register(self._upstream, selectors.EVENT_READ, self._from_hub)
+        self._to_hub({"do": "session", "number": self._session})
+        return None
 
     def _from_hub(self) -> None:
         assert self._upstream is not None, "registered with it"
         self._heard_at = self._awake
         messages = self._upstream.read()
         if messages is None:
-            self._lose_hub("its process and the guard of it are gone: all of its host's processes were probably killed")
+            self._lose_hub(CUT_OFF)
             return
         for message in messages:
             self._hear(message)

@@ -12,16 +12,15 @@ namespace. Not so on macOS, which has no such names, nor namespaces; there a soc
 
 from __future__ import annotations
 
-import contextlib
-import hmac
+import errno
 import secrets
 import select
 import socket
-import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -29,14 +28,14 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.runtime.callers import PATIENCE_S, TOKEN_BYTES, Callers, hello
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES, Expected, Inbox, Outbox
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 
 Purpose: TypeAlias = tuple[str, Group]  # of a channel, and the group whose sums it serves
 MESSAGES: Purpose = ("messages", ())  # between stages
-_TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}si")  # token of the caller, its rank
-_PATIENCE_S = 10.0  # with a caller who has connected and says nothing
+_PATIENCE_S = 60.0  # with ranks that have begun to connect, or cannot as strangers crowd the listener
+_LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,8 @@ class SameHost:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._listings: list[_Listing] = []
-        self._listener: socket.socket | None = None
+        self._callers: Callers | None = None
+        self._early: list[tuple[int, socket.socket]] = []  # calls that are not yet answered
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tried: set[tuple[Purpose, Channel]] = set()
         self._reached: set[tuple[Purpose, Channel]] = set()
@@ -79,19 +79,18 @@ class SameHost:
         if not self._listings:
             self._listings = self._listed(world)
         reached = torch.zeros(len(new), dtype=torch.uint8)
+        lines: dict[int, socket.socket] = {}
         for number, (sender, receiver) in enumerate(new):
-            if sender == self._rank and (line := self._call(receiver)) is not None:
-                self._outboxes[of, receiver] = Outbox(line)
+            if sender == self._rank and (line := self._line_to(receiver)) is not None:
+                lines[receiver] = line
                 reached[number] = 1
         dist.all_reduce(reached, group=world)
         self._reached.update((of, channel) for channel, ok in zip(new, reached.tolist(), strict=True) if ok)
         mine = {
             sender for sender, receiver in new if receiver == self._rank and (of, (sender, receiver)) in self._reached
         }
-        while mine:
-            sender, line = self._answer()
-            self._inboxes[of, sender] = Inbox(line)
-            mine.discard(sender)
+        self._outboxes.update({(of, receiver): Outbox(line) for receiver, line in lines.items()})
+        self._inboxes.update({(of, sender): Inbox(line) for sender, line in self._met(lines, mine).items()})
         return self._reached.issuperset((of, channel) for channel in channels)
 
     def sends_to(self, peer: int, *, of: Purpose = MESSAGES) -> bool:
@@ -183,13 +182,16 @@ class SameHost:
             outbox.close()
         for inbox in self._inboxes.values():
             inbox.close()
+        for _, line in self._early:
+            line.close()
         self._outboxes.clear()
         self._inboxes.clear()
-        if self._listener is not None:
-            self._listener.close()
+        self._early.clear()
+        if self._callers is not None:
+            self._callers.close()
         if self._folder is not None:
             self._folder.cleanup()
-        self._listener, self._folder, self._listings = None, None, []
+        self._callers, self._folder, self._listings = None, None, []
         self._tried.clear()
         self._reached.clear()
 
@@ -197,56 +199,87 @@ class SameHost:
         """Begin to listen, and return where all ranks do."""
         listings: list[_Listing | None] = [None] * dist.get_world_size(world)
         dist.all_gather_object(
-            listings, _Listing(self._listen(len(listings)), secrets.token_bytes(_TOKEN_BYTES)), group=world
+            listings, _Listing(self._listen(len(listings)), secrets.token_bytes(TOKEN_BYTES)), group=world
         )
         return [listing for listing in listings if listing is not None]
 
     def _listen(self, ranks: int) -> str:
         """Return the address of a new listener; "" if there can be none."""
-        name = f"lightning_pipe.{secrets.token_hex(_TOKEN_BYTES)}"
+        name = f"lightning_pipe.{secrets.token_hex(16)}"
         try:
             if sys.platform == "linux":
                 address = f"\0{name}"
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="pipe")
                 address = str(Path(self._folder.name) / "ranks")
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(address)
-            self._listener.listen(max(ranks, socket.SOMAXCONN))
-            self._listener.settimeout(_PATIENCE_S)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(address)
+            listener.listen(max(ranks, socket.SOMAXCONN))
+            self._callers = Callers([listener], self._token_of)
         except OSError:
             return ""
         return address
 
-    def _call(self, peer: int) -> socket.socket | None:
-        """Connect to a rank; None if it is not on this host."""
-        address, mine = self._listings[peer].address, self._listings[self._rank]
-        if not address or not mine.address:
+    def _token_of(self, rank: int) -> bytes | None:
+        return self._listings[rank].token if rank < len(self._listings) else None
+
+    def _line_to(self, peer: int) -> socket.socket | None:
+        """Return a connection that is made or can be made to a rank; None if it is not on this host."""
+        if not self._listings[peer].address or not self._listings[self._rank].address:
             return None
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        line.setblocking(False)
         try:
-            line.connect(address)
-            line.sendall(_HELLO.pack(mine.token, self._rank))
+            self._call(line, peer)
         except OSError:
             line.close()
             return None
-        line.setblocking(False)
         return line
 
-    def _answer(self) -> tuple[int, socket.socket]:
-        """Return the next rank that has connected; others who try are turned away."""
-        assert self._listener is not None, "somebody has reached it"
+    def _call(self, line: socket.socket, peer: int) -> bool:
+        """Connect to a rank and say who calls; return whether that was possible now: too many others may wait there.
+
+        Raises:
+            OSError: if nobody listens there.
+        """
+        try:
+            line.connect(self._listings[peer].address)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EISCONN:
+                raise
+            return True
+        line.sendall(hello(self._listings[self._rank].token, self._rank))
+        return True
+
+    def _met(self, lines: Mapping[int, socket.socket], senders: AbstractSet[int]) -> dict[int, socket.socket]:
+        """Return the connections of ranks that call this one, once they are there and this one has reached the others.
+
+        Raises:
+            RuntimeError: if that takes too long.
+        """
+        found: dict[int, socket.socket] = {}
+        calling, end = dict(lines), time.monotonic() + _PATIENCE_S
         while True:
-            line, _ = self._listener.accept()
-            line.settimeout(_PATIENCE_S)
-            with contextlib.suppress(OSError):
-                said = line.recv(_HELLO.size, socket.MSG_WAITALL)
-                if len(said) == _HELLO.size:
-                    token, rank = _HELLO.unpack(said)
-                    if 0 <= rank < len(self._listings) and hmac.compare_digest(token, self._listings[rank].token):
-                        line.setblocking(False)
-                        return rank, line
-            line.close()
+            arrived, self._early = self._early, []
+            for sender, line in arrived:
+                if sender in senders and sender not in found:
+                    found[sender] = line
+                else:
+                    self._early.append((sender, line))  # the rank has begun the next opening
+            calling = {peer: line for peer, line in calling.items() if not self._call(line, peer)}
+            if not calling and found.keys() >= senders:
+                return found
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"no connection with ranks {sorted({*calling, *(senders - found.keys())})} of this host"
+                )
+            assert self._callers is not None, "who reaches others listens"
+            poll = select.poll()
+            poll.register(self._callers, select.POLLIN)
+            poll.poll(1e3 * (_LOOK_S if calling else PATIENCE_S))
+            self._early += self._callers.known()
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,10 @@ Every wait in here ends by the deadline.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -32,11 +30,11 @@ from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import MARGIN_S, process_group_transport
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
+from lightning_pipe.strategy.ranks.network_card import LOOPBACK, is_here, is_loopback, listening, own_addresses
 
 log = logging.getLogger(__name__)
 
 _SAY_AFTER_S = 10.0  # that not all ranks have come
-_ADDRESS_OF_CARD = 0x8915  # SIOCGIFADDR of <linux/sockios.h>
 _CONNECT_S = 5.0  # of one attempt
 _CLOSE_S = 2.0  # after a failure
 _KEY = "lightning_pipe/{}"
@@ -84,18 +82,19 @@ class Connections:
         self.control.close()
 
 
-def begin_watch(rank: int, ranks: int, *, deadline_s: float, verdict: str = "") -> GuardedWatch:
+def begin_watch(rank: int, ranks: int, *, deadline_s: float, hosts: int = 1, verdict: str = "") -> GuardedWatch:
     """Begin a fit on this rank: its guard is told, or started.
 
     Args:
         rank: this rank.
         ranks: number of ranks.
         deadline_s: for every wait.
+        hosts: number of hosts; ranks of one host meet where no other host comes.
         verdict: file for the first failure, for who has started this process.
     """
     guard, patience = guard_of_this_process(verdict=verdict), patience_until(deadline_s)
     guard.begin(rank, patience.limits)
-    return GuardedWatch(guard, rank=rank, ranks=ranks, patience=patience)
+    return GuardedWatch(guard, rank=rank, ranks=ranks, patience=patience, hosts=hosts)
 
 
 def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  # type: ignore[name-defined]
@@ -105,13 +104,17 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
         PipelineError: if ranks are missing when the deadline is over, or have died; it names them.
     """
     patience, start = watch.patience, time.monotonic()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if watch.hosts == 1 and not has_agent:
+        address = LOOPBACK
     timeout = timedelta(seconds=patience.deadline_s)
     with watch.opening(f"the rendezvous at {address}:{port}"):
         try:
             if watch.rank:
                 _await_host(watch, address, port)
-            store = _store(address, port, ranks=watch.ranks, hosts=watch.rank == 0, timeout=timeout)
-        except RuntimeError as error:
+            hosts = watch.rank == 0 and not has_agent
+            store = _store(address, port, ranks=watch.ranks, hosts=hosts, timeout=timeout)
+        except (RuntimeError, OSError) as error:
             watch.raise_failure()
             missing = "The rendezvous cannot be hosted" if watch.rank == 0 else "Rank 0, which hosts it, has not come"
             kind = OverdueError if isinstance(error, OverdueError) else PipelineError
@@ -148,9 +151,11 @@ def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
 
 def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
     """Return the store of the rendezvous: that of torchrun's agent, which outlives all ranks, or rank 0's."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = {}
+    if hosts and (is_loopback(address) or is_here(address)):  # else at all addresses of this host, as torch does
+        listener = {"master_listen_fd": listening(address, port).detach()}
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, ranks, is_master=hosts and not agent, timeout=timeout, wait_for_workers=False
+        address, port, ranks, is_master=hosts, timeout=timeout, wait_for_workers=False, **listener
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
@@ -187,33 +192,15 @@ def meet_guards(watch: GuardedWatch, store: dist.Store, *, start: float) -> None
         guard.where(())  # when that is answered, the others are no longer told what this rank did in its last session
         return
     if watch.rank == 0:
-        store.set(key, json.dumps({"addresses": _addresses(), "hub": guard.host()}))
+        store.set(key, json.dumps(guard.host(own_addresses(watch.hosts))))
     else:
         while not store.check([key]):
             watch.raise_failure()
             if time.monotonic() > start + watch.patience.deadline_s:
                 raise OverdueError(f"Rank 0 did not come to the rendezvous within {watch.patience.deadline_s:g} s.")
             time.sleep(POLL_S / 10)
-        where = json.loads(store.get(key))
-        guard.join(where["addresses"], where["hub"])
+        guard.join(json.loads(store.get(key)))
     guard.has_met = True
-
-
-def _addresses() -> list[str]:
-    """Return where this host may be reached, likeliest first."""
-    found = [address] if (address := os.environ.get("MASTER_ADDR")) else []
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl  # where there is none, the other addresses must do
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            for _, name in socket.if_nameindex():
-                with contextlib.suppress(OSError):  # a card without an address
-                    request = struct.pack("256s", name.encode()[:15])
-                    answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_CARD, request)
-                    found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
 def unconnected() -> Connections:
