@@ -1,5 +1,6 @@
 """Messages and sums within a host: every size arrives whole and in order; a lost peer is told."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -15,9 +16,11 @@ from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
 from lightning_pipe.runtime.transport.same_host import MESSAGES, Passage
 from lightning_pipe.runtime.waiting import Handle
+from ranks.strangers import strangers
 from ranks.world import Raised, World
 
 BYTES = torch.uint8
+ROOM = 50  # of a listener for calls that are not yet answered
 SIZES = (1, INLINE_BYTES, INLINE_BYTES + 1, 0, 3, 2**20, 7 * 2**20 + 5, INLINE_BYTES + 2, 2**21, 12)
 
 
@@ -345,19 +348,24 @@ def test_messages_land_also_if_nothing_takes_them() -> None:
     assert all(World(2).run(land_without_a_compute_that_asks))
 
 
-def stranger_then_peer() -> bool:
-    """Let somebody who is no rank connect before the sender does."""
+def strangers_then_peer() -> bool:
+    """Let more connect who are no ranks than the listener has room for, before the sender does."""
     rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        call = same_host.SameHost._call
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        call = same_host.SameHost._line_to
 
-        def after_a_stranger(self: same_host.SameHost, peer: int) -> socket.socket | None:
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            stranger.connect(self._listings[peer].address)
-            stranger.sendall(bytes(20))
+        def after_strangers(self: same_host.SameHost, peer: int) -> socket.socket | None:
+            def connect() -> socket.socket:
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                stranger.setblocking(False)
+                stranger.connect(self._listings[peer].address)
+                return stranger
+
+            assert stack.enter_context(strangers(connect, 1000)) == ROOM + 1
             return call(self, peer)
 
-        patch.setattr(same_host.SameHost, "_call", after_a_stranger)
+        patch.setattr(same_host.SameHost, "_line_to", after_strangers)
+        patch.setattr(same_host.socket, "SOMAXCONN", ROOM)
         transport = transport_between(2, [(0, 1)])
     tensor = torch.full((4,), 7.0) if rank == 0 else torch.zeros(4)
     settle(transport.send([tensor], peer=1) if rank == 0 else transport.receive([tensor], peer=0))
@@ -365,8 +373,8 @@ def stranger_then_peer() -> bool:
     return bool(tensor.eq(7).all())
 
 
-def test_a_stranger_is_turned_away() -> None:
-    assert all(World(2).run(stranger_then_peer))
+def test_strangers_are_turned_away() -> None:
+    assert all(World(2).run(strangers_then_peer))
 
 
 def wait_for_one_who_dies(size: int) -> None:
