@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_pipe.cache_files import usable
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import OLD_NAMES, instead_of, schedule_advice, schedule_name, with_present_names
 from lightning_pipe.planner.problem import EXECUTED, Constraints, Sharding
@@ -230,11 +231,11 @@ class DappleConfig:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Return where measured times and captured graphs are kept, None if nowhere."""
+        """Return where measured times and captured graphs are kept; None if nowhere, or if others can write there."""
         if self.cache is not None:
-            return None if self.cache == "off" else Path(self.cache)
+            return None if self.cache == "off" else usable(Path(self.cache))
         home = os.environ.get("XDG_CACHE_HOME")
-        return (Path(home) if home else Path.home() / ".cache") / "lightning_pipe"
+        return usable((Path(home) if home else Path.home() / ".cache") / "lightning_pipe")
 
 
 _DECIDED_BY_PLAN = ("planner", "layout", "schedule", "stages_per_device", "warmup", "microbatches", "shard_optimizer")

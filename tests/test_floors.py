@@ -5,7 +5,8 @@
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
     floor 1  core, below profiles
-    floor 0  errors, below units, collection, freed_memory, log_output, once and lightning_package
+    floor 0  errors, below units, collection, freed_memory, log_output, once and lightning_package, below disk,
+             below cache_files
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
 """
@@ -25,6 +26,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     {"errors"},
     {"units", "collection", "freed_memory", "log_output", "once", "lightning_package", "foreign_names"},
+    {"disk"},
+    {"cache_files"},
     {"core", "lightning_names"},
     {"profiles"},
     {"cost", "schedule", "simulator", "report", "capture"},
@@ -44,6 +47,8 @@ PURE = {
     "once",
     "lightning_package",
     "foreign_names",
+    "disk",
+    "cache_files",
     "core",
     "profiles",
     "cost",

@@ -57,6 +57,8 @@
 * `Tensor._make_subclass`: a tensor of a subclass, made past all modes.
 * `torch._C._storage_Use_Count`: how many tensors and others refer to memory.
 * `torch._C._cuda_endAllocateToPool`, `_cuda_releasePool`: what a CUDA graph that could not be recorded leaves undone.
+* `torch.utils._sympy.functions`: the functions of symbolic sizes that sympy does not have.
+* `distributed.checkpoint.filesystem._StorageInfo`: where in a directory's files a tensor is.
 * `_profiler_enabled`: whether a profiler runs in this thread, which can have one only.
 """
 
@@ -106,8 +108,10 @@ from torch.nn.utils.stateless import _reparametrize_module as reparametrize
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy import functions as size_functions
 
 __all__ = [
+    "SIZE_FUNCTIONS",
     "BufferAOTInput",
     "ConstantSource",
     "DimDynamic",
@@ -181,6 +185,16 @@ __all__ = [
     "written_by",
 ]
 
+_OF_SIZES = (
+    "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt CeilDiv IntTrueDiv FloatTrueDiv LShift "
+    "RShift IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat FloatPow "
+    "PowByNatural Identity Max Min"
+).split()
+SIZE_FUNCTIONS: Mapping[str, Any] = {
+    name: function
+    for name, function in vars(size_functions).items()
+    if name in _OF_SIZES or name.startswith("OpaqueUnaryFn_")
+}
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
 
 

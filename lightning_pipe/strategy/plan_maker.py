@@ -340,9 +340,7 @@ class PlanMaker:
             )
             return
         if self._compare(captured, call, samples) and control.rank == 0:
-            kept.keep(
-                fewest=self._cuts.fewest, role=self._preparation.role, harmless=sorted(self._preparation.harmless)
-            )
+            kept.keep(fewest=self._cuts.fewest, role=self._preparation.role, harmless=self._preparation.harmless)
 
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""

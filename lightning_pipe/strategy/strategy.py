@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from lightning_pipe.cache_files import FOLDER_LOG
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
 from lightning_pipe.config import DappleConfig, chosen_config
 from lightning_pipe.core.plan import Plan
@@ -300,6 +301,7 @@ class DappleStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # of the function, as Lightning sets it
+        FOLDER_LOG.disabled = self.local_rank > 0  # all ranks of a host have one cache
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment

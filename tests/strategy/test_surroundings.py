@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_pipe import cache_files
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.report.comparison import Comparison, Figure, LinkFigures, RankFigures, StageFigures
+from lightning_pipe.strategy.plans import surroundings
 from lightning_pipe.strategy.plans.stale_times import ProcessorTime, forget_stale_times
 from lightning_pipe.strategy.plans.surroundings import folder_of
 from lightning_pipe.strategy.strategy import DappleStrategy
@@ -63,9 +64,10 @@ def test_the_next_start_finds_what_was_measured_until_something_differs(tmp_path
     assert without_memory(start(tmp_path)) == measured
     assert without_memory(start(tmp_path, NCCL_SOCKET_IFNAME="another")) != measured, "another network"
     assert len([*folder_of(tmp_path).iterdir()]) == 2
-    yesterday = time.time() - 25 * 3600
-    os.utime(file, (yesterday, yesterday))
-    assert without_memory(start(tmp_path)) != measured and file.stat().st_mtime > yesterday
+    known = cache_files.read(file, json.loads, version=surroundings._FORMAT)
+    old = json.dumps({**known, "time_s": known["time_s"] - 25 * 3600}).encode()
+    cache_files.write(file, old, version=surroundings._FORMAT)
+    assert without_memory(start(tmp_path)) != measured and file.read_bytes().partition(b"\n")[2] != old
 
 
 @pytest.mark.slow
@@ -75,7 +77,7 @@ def test_a_file_that_cannot_be_read_is_written_anew(tmp_path: Path):
     for content in ("{", json.dumps({"facts": 3})):
         file.write_text(content)
         start(tmp_path)
-        assert set(json.loads(file.read_text())) >= {"facts", "runtime"}
+        assert set(cache_files.read(file, json.loads, version=surroundings._FORMAT)) == {"time_s", "surroundings"}
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lightning_pipe import cache_files
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.fingerprint import fingerprint
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, joint_graph_of
-from lightning_pipe.capture.kept_graphs import KeptGraph, NotKept, Rebuilt, forget, load, rows_of, store
+from lightning_pipe.capture.kept_graphs import KeptGraph, NotKept, Rebuilt, kept_graph, load, path_of, store
 from lightning_pipe.capture.python.guards import PythonGuards
 from lightning_pipe.capture.python.step_identity import StepIdentity, structure_of, surroundings, versions
 from lightning_pipe.capture.steps.step_function import StepFunction
@@ -97,7 +98,7 @@ class KeptTraces:
         """Return what another process is tracing now; None, and hold others back, if there is none."""
         lock = FileLock(self._folder / f"{self._key[:2]}.lock")  # few files, which stay
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            cache_files.make_folder(self._folder)
             with contextlib.suppress(Timeout):
                 lock.acquire(timeout=0)
                 found = load(self._folder, self._key)  # it may have come just now
@@ -114,9 +115,9 @@ class KeptTraces:
             log.debug("Files in %s cannot be locked (%s).", self._folder, error)
         return load(self._folder, self._key)
 
-    def forget(self) -> None:
+    def forget(self, reason: str) -> None:
         """Remove the graph that was found, which cannot be used."""
-        forget(self._folder, self._key)
+        cache_files.drop(path_of(self._folder, self._key), reason)
 
     def identified(self, joint: JointGraph) -> JointGraph:
         """Return a graph that is kept, with its identity."""
@@ -126,18 +127,18 @@ class KeptTraces:
         """Keep a graph that was traced, if it may be found again; return it, then with its identity."""
         if not self._key or self._step.has_python_backward:
             return joint
+        fields = {name: getattr(joint, name) for name in _FIELDS}
         try:
-            rows = rows_of(joint.module.graph)
+            kept = kept_graph(joint.module.graph, fields, fingerprint(joint))
         except NotKept as reason:
             log.debug("The graph of %s is not kept: %s.", self._step.method, reason)
             return joint
-        fields = {name: getattr(joint, name) for name in _FIELDS}
-        store(self._folder, self._key, KeptGraph(rows, fields, fingerprint(joint)))
+        store(self._folder, self._key, kept)
         return self.identified(joint)
 
 
-def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGuards) -> JointGraph | None:
-    """Return the joint graph of a step from what was kept; None if that is not what it was.
+def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGuards) -> JointGraph | str:
+    """Return the joint graph of a step from what was kept; why it cannot be used, if it is none or another one.
 
     Args:
         kept: from a file.
@@ -147,10 +148,8 @@ def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGua
     """
     try:
         with private.quick_symbols():
-            module = Rebuilt(mode).module(kept.nodes)
-        joint = joint_graph_of(module, kept.fields, step, guards=guards)
-        is_same = fingerprint(joint) == kept.fingerprint
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        log.warning("A kept graph of %s cannot be used (%r); it is captured again.", step.method, error)
-        return None
-    return joint if is_same else None
+            graph = Rebuilt(kept, mode)
+            joint = joint_graph_of(graph.module(), graph.fields(), step, guards=guards)
+        return joint if fingerprint(joint) == kept.fingerprint else "its graph is another one"
+    except Exception as error:  # whatever a content raises that this version does not write
+        return f"it is no graph of {step.method}: {error!r}"

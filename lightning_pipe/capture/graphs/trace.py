@@ -188,9 +188,10 @@ def _exported(
             _compare_runs(step)
             raise _explain(error, step, request) from error
     if known is not None and traces is not None:
-        if (joint := rebuilt(known, step, mode=mode, guards=_guards(step, request))) is not None:
-            return traces.identified(joint)
-        traces.forget()
+        same = rebuilt(known, step, mode=mode, guards=_guards(step, request))
+        if isinstance(same, JointGraph):
+            return traces.identified(same)
+        traces.forget(same)
         return _export(request, answers)
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)

@@ -17,12 +17,11 @@ import functools
 import hashlib
 import itertools
 import json
-import logging
 import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +29,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.profiler.cache import conditions, digest, write_among
+from lightning_pipe import cache_files
+from lightning_pipe.core.serial import from_dict, to_dict
+from lightning_pipe.profiler.cache import conditions, digest
 from lightning_pipe.strategy.checks.whole_batch import Role
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
-log = logging.getLogger(__name__)
-
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)
+_FORMAT = 1  # raised when what is written changes
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,21 @@ class Verdict:
 
     fewest: int
     role: Role | None
-    harmless: list[str]
+    harmless: tuple[str, ...]
     day: str
+
+
+@dataclass(frozen=True)
+class _KnownCheck:
+    """A file of a check: values and files of code as they were."""
+
+    verdict: Verdict
+    values: str
+    files: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def parsed(cls, content: bytes) -> _KnownCheck:
+        return from_dict(cls, json.loads(content))
 
 
 class KeptCheck:
@@ -84,27 +96,19 @@ class KeptCheck:
 
     def look(self) -> Verdict | None:
         """Return what was found when everything was as it is; None if that is not known."""
-        if self._path is None or not self._path.exists():
+        known = None if self._path is None else cache_files.read(self._path, _KnownCheck.parsed, version=_FORMAT)
+        if known is None or any(_stamp(file) != stamp for file, stamp in known.files.items()):
             return None
-        try:
-            kept = json.loads(self._path.read_text(encoding="utf-8"))
-            if any(_stamp(file) != stamp for file, stamp in kept["files"].items()):
-                return None
-            return Verdict(**kept["verdict"]) if kept["values"] == self._values() else None
-        except _UNREADABLE as error:
-            log.warning("The check kept in %s cannot be read (%r); it is made again.", self._path, error)
-            return None
+        return known.verdict if known.values == self._values() else None
 
-    def keep(self, *, fewest: int, role: Role | None, harmless: list[str]) -> None:
-        """Keep a check that has passed; a folder that cannot be written is said once and stops nothing."""
+    def keep(self, *, fewest: int, role: Role | None, harmless: Iterable[str]) -> None:
+        """Keep a check that has passed."""
         if self._path is None or not (values := self._values()):
             return
-        files = {file: _stamp(file) for file in _code_files()}
-        verdict = {"fewest": fewest, "role": role, "harmless": harmless, "day": time.strftime("%Y-%m-%d")}
-        try:
-            write_among(self._path, json.dumps({"verdict": verdict, "values": values, "files": files}))
-        except OSError as error:
-            log.warning("A check cannot be kept in %s (%s); the next start makes it again.", self._path.parent, error)
+        files = {file: stamp for file in _code_files() if (stamp := _stamp(file)) is not None}
+        verdict = Verdict(fewest, role, tuple(sorted(harmless)), time.strftime("%Y-%m-%d"))
+        content = json.dumps(to_dict(_KnownCheck(verdict, values, files)))
+        cache_files.write(self._path, content.encode(), version=_FORMAT)
 
     def _values(self) -> str:
         """Return a hash of the values of the module and the batch; "" if some of them have no plain form."""
@@ -154,16 +158,14 @@ def _code_files() -> list[str]:
     return [
         file
         for file in sorted({file for file in loaded if isinstance(file, str)})
-        if not file.startswith(torchs)
-        and (file.startswith(others) or not file.startswith(standard))
-        and _stamp(file) is not None
+        if not file.startswith(torchs) and (file.startswith(others) or not file.startswith(standard))
     ]
 
 
-def _stamp(file: str) -> list[int] | None:
+def _stamp(file: str) -> tuple[int, ...] | None:
     """Return time and size of a file; None if there is none."""
     try:
         found = os.stat(file)
     except OSError:
         return None
-    return [found.st_mtime_ns, found.st_size]
+    return (found.st_mtime_ns, found.st_size)

@@ -26,10 +26,10 @@ from typing import TypeVar
 import torch
 from torch.optim import Optimizer
 
+from lightning_pipe import cache_files
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
-from lightning_pipe.errors import PlanError
-from lightning_pipe.profiler.cache import conditions, digest, write_among
+from lightning_pipe.profiler.cache import conditions, digest
 from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
@@ -43,7 +43,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_FORMAT = 5  # raised when what is measured changes
+_FORMAT = 6  # raised when what is measured changes
 _LASTS_S = 24 * 3600.0
 _OF_NETWORK = ("GLOO_", "NCCL_", "MASTER_ADDR")  # variables of the environment that decide how ranks are connected
 
@@ -120,14 +120,11 @@ class SurroundingsProbe:
         return overhead_bytes(before, after, communicator_bytes=size, ranks=ranks)
 
     def keep(self, found: Surroundings, optimizers: Sequence[Optimizer]) -> None:
-        """Keep what was measured, on rank 0; a folder that cannot be written is said once and stops nothing."""
+        """Keep what was measured, on rank 0."""
         path = self._path(found.facts, optimizers)
-        if path is None or path.exists():
-            return
-        try:
-            write_among(path, json.dumps(to_dict(found)))
-        except OSError as error:
-            log.warning("Measurements of links cannot be kept in %s (%s); the next start repeats them.", path, error)
+        if path is not None and not path.exists():
+            content = json.dumps(to_dict(_Measured(time.time(), found)))
+            cache_files.write(path, content.encode(), version=_FORMAT)
 
     def _path(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Path | None:
         if self._folder is None:
@@ -166,25 +163,32 @@ def forget_surroundings(cache: Path) -> bool:
     return bool(files)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A file of surroundings; `time_s` is when they were measured, in seconds since 1970."""
+
+    time_s: float
+    surroundings: Surroundings
+
+    @classmethod
+    def parsed(cls, content: bytes) -> _Measured:
+        return from_dict(cls, json.loads(content))
+
+
 def _load(path: Path) -> Surroundings | None:
-    """Return what is kept in a file of today; None if there is none, or none that can be read."""
-    try:
-        is_recent = 0 <= time.time() - path.stat().st_mtime < _LASTS_S
-        found = from_dict(Surroundings, json.loads(path.read_text(encoding="utf-8"))) if is_recent else None
-    except FileNotFoundError:
+    """Return what is kept in a file of today; None if there is none, or none that can be used."""
+    known = cache_files.read(path, _Measured.parsed, version=_FORMAT)
+    if known is None:
         return None
-    except (OSError, ValueError, PlanError) as error:
-        log.warning("%s with measured links cannot be read (%r); they are measured again.", path, error)
-        found = None
-    if found is None:
+    if not 0 <= time.time() - known.time_s < _LASTS_S:
         with contextlib.suppress(OSError):
             path.unlink()
         return None
     log.info(
         "Devices, links and the optimizer cost what was measured at %s (kept for a day; cache=off measures again).",
-        time.strftime("%H:%M", time.localtime(path.stat().st_mtime)),
+        time.strftime("%H:%M", time.localtime(known.time_s)),
     )
-    return found
+    return known.surroundings
 
 
 def _described(optimizer: Optimizer) -> list[object]:
