@@ -62,6 +62,10 @@ class ProfileError(PipeError, ValueError):
     """Report a published profile that cannot be read."""
 
 
+class CheckpointError(PipeError, ValueError):
+    """Report a checkpoint that cannot be read or written, by its path."""
+
+
 class ProgramError(PipeError, ValueError):
     """Report a program (or its text) that breaks a law that `schedule.verification.verify` checks."""
 

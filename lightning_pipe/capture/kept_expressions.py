@@ -104,8 +104,9 @@ def _built(row: list[Any], earlier: list[sympy.Basic]) -> Any:
             return sympy.Float(_exactly(float, content[0]))
         case "symbol":
             name, assumptions = content
-            known = {key: _exactly(bool, value) for key, value in assumptions.items()}
-            return sympy.Symbol(_exactly(str, name), **known)
+            if not name.isidentifier():  # as it would become code, where a size is an argument
+                raise ValueError(f"{name!r} is no name of a symbol")
+            return sympy.Symbol(name, **{key: _exactly(bool, value) for key, value in assumptions.items()})
     return _CONSTRUCTORS[kind](*(earlier[_exactly(int, number)] for number in content))
 
 

@@ -100,6 +100,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -125,6 +126,7 @@ __all__ = [
     "PlainAOTOutput",
     "ShapeEnv",
     "StatelessSymbolicContext",
+    "StorageInfo",
     "TangentAOTInput",
     "TorchDispatchMode",
     "aliased_input",

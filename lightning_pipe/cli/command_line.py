@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
     """Run a command, and yield what is to be printed."""
     if found.command == CONSOLIDATE:
-        yield from run_consolidate(Path(found.directory), Path(found.out))
+        yield from run_consolidate(Path(found.directory), Path(found.out), weights_only=not found.trusted)
         return
     kind, run = COMMANDS[found.command]
     yield from run(read_options(kind, found.overrides), width)
@@ -91,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(CONSOLIDATE, help=meaning, description=meaning)
     command.add_argument("directory", help="which save_distributed_checkpoint=True has written")
     command.add_argument("out", help="the file to write")
+    trusted = "unpickle objects of any class, as weights_only=False does; whoever wrote the checkpoint can run code"
+    command.add_argument("--trusted", action="store_true", help=trusted)
     return parser
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from filelock import FileLock
 from torch import nn
 
+from lightning_pipe import cache_files
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, kept_graphs
 from lightning_pipe.capture.graphs import kept_traces
 from lightning_pipe.capture.tracked.number_expressions import Situation
@@ -203,28 +205,64 @@ def test_a_number_that_changes_from_call_to_call_is_refused_beside_kept_graphs(t
         captured(net, tmp_path)
 
 
-class _Harm:
-    def __reduce__(self) -> Any:
-        return (Path.touch, (Path("harm"),))
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"half", pickle.dumps(([_Harm()], {}, "")), pickle.dumps(([], {}, ""))],
-    ids=["nothing", "half", "harmful", "another"],
-)
-def test_a_file_that_is_no_graph_is_captured_again_and_runs_nothing(
-    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+CODE = "__import__('pathlib').Path('harm').touch()"
+
+
+def change(op: str, part: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a change of the first node of a kind."""
+    return lambda content: next(row for row in content["nodes"] if row[0] == op).__setitem__(part, value)
+
+
+ATTACKS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a text for a constructor": lambda content: content["expressions"].append(["Add", CODE]),
+    "another class of sympy": lambda content: content["expressions"].append(["sin", CODE]),
+    "a symbol of code": lambda content: content["expressions"].append(["symbol", CODE, {}]),
+    "a call of a method": change("call_function", 2, ["_operator", "methodcaller"]),
+    "torch.load": change("call_function", 2, ["torch", "load"]),
+    "a library": change("call_function", 2, ["op", "load_library.__call__.__call__"]),
+    "a file": change("call_function", 2, ["op", "aten.from_file.default"]),
+    "a default of a parameter": change("placeholder", 2, f"x={CODE}"),
+    "a keyword": change("call_function", 4, ["dict", [[f"x=0) or {CODE} #", 0]]]),
+    "a name of a node": change("call_function", 1, CODE),
+    "other fields": lambda content: content["fields"][1].pop(),
+    "no nodes": lambda content: content["nodes"].clear(),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_whole_file_of_somebody_else_runs_no_code_and_is_captured_again(
+    attack: str, tmp_path: Path, found: list[bool], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its hash is right: it is of what stands in the file."""
     monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "graphs"
-    captured(Net(plain), folder)
-    (file,) = folder.glob("*.graph")
-    file.write_bytes(content)
-    captured(Net(plain), folder)
-    assert [*folder.glob("*.graph")] == [file]
-    assert len(file.read_bytes()) > len(content), "kept again"
+    traced = captured(Net(plain), tmp_path / "graphs")
+    (file,) = (tmp_path / "graphs").glob("*.graph")
+    content = cache_files.read(file, json.loads, version=kept_graphs._FORMAT)
+    ATTACKS[attack](content)
+    cache_files.write(file, json.dumps(content).encode(), version=kept_graphs._FORMAT)
+    assert same(captured(Net(plain), tmp_path / "graphs"), traced)
+    assert found == [False]
+    assert [str(file) in text for text in warnings_of(caplog)] == [True]
     assert not (tmp_path / "harm").exists()
+    assert file.exists(), "kept again"
+
+
+def test_gradients_that_are_swapped_in_a_file_are_not_believed(
+    tmp_path: Path, found: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fingerprint of a graph is of its nodes; which gradient is of which parameter is a field."""
+    traced = captured(Net(plain), tmp_path)
+    (file,) = tmp_path.glob("*.graph")
+    swap = {b'"one.weight"': b'"two.weight"', b'"two.weight"': b'"one.weight"'}
+    start, fields = file.read_bytes().split(b'"fields"')
+    file.write_bytes(start + b'"fields"' + re.sub(b"|".join(swap), lambda match: swap[match[0]], fields))
+    assert captured(Net(plain), tmp_path).joint.gradients == traced.joint.gradients
+    assert not found
+    assert [str(file) in text for text in warnings_of(caplog)] == [True]
 
 
 def test_graphs_that_are_used_least_give_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,8 @@ def rebuilt(kept: KeptGraph, step: StepFunction, *, mode: Any, guards: PythonGua
     try:
         with private.quick_symbols():
             graph = Rebuilt(kept, mode)
-            joint = joint_graph_of(graph.module(), graph.fields(), step, guards=guards)
+            fields = graph.fields()
+            joint = joint_graph_of(graph.module(), {name: fields[name] for name in _FIELDS}, step, guards=guards)
         return joint if fingerprint(joint) == kept.fingerprint else "its graph is another one"
     except Exception as error:  # whatever a content raises that this version does not write
         return f"it is no graph of {step.method}: {error!r}"

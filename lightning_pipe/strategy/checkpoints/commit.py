@@ -2,58 +2,62 @@
 
 begin      the new one is written beside its place, under a hidden name
 commit     the old one steps aside, the new one takes its name, the old one goes
+discard    the new one is removed, as it cannot be finished
 existing   what is there to be read: where a process died between the two, the old one under its hidden name
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from pathlib import Path
+
+from lightning_pipe.disk import remove, remove_unfinished
+
+_PART, _BEFORE = "lightning_pipe.part", "before"
 
 
 def begin(path: Path) -> Path:
-    """Return where to write what will be at `path`; what a process that died has left there is removed."""
+    """Return where to write what will be at `path`; what processes that died have left there is removed."""
     there = existing(path)
     if there != path and there.exists():
         there.rename(path)
-    part = _hidden(path, "part")
-    _remove(part)
+    discard(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return part
+    remove_unfinished(path.parent, f".*.{_PART}")
+    return _hidden(path, _PART)
+
+
+def discard(path: Path) -> None:
+    """Remove what was begun to be written, if it was."""
+    with contextlib.suppress(FileNotFoundError):
+        remove(_hidden(path, _PART))
 
 
 def commit(path: Path) -> None:
     """Let what was written take its place."""
-    part, before = _hidden(path, "part"), _hidden(path, "before")
+    part, before = _hidden(path, _PART), _hidden(path, _BEFORE)
     for file in [part, *part.rglob("*")] if part.is_dir() else [part]:
         _flush(file)
     if path.is_dir() or part.is_dir():
-        _remove(before)
+        remove(before)
         if path.exists():
             path.rename(before)
         part.rename(path)
     else:
         os.replace(part, path)
     _flush(path.parent)
-    _remove(before)
+    remove(before)
 
 
 def existing(path: Path) -> Path:
     """Return where the last complete checkpoint of this name is; the name itself if there is none."""
-    before = _hidden(path, "before")
+    before = _hidden(path, _BEFORE)
     return before if before.exists() and not path.exists() else path
 
 
 def _hidden(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:

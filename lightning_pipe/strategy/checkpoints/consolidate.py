@@ -18,10 +18,16 @@ from lightning_pipe.strategy.start.mapped import MappedTensors
 from lightning_pipe.strategy.start.unread import Unread
 
 
-def consolidate(directory: Path, out: Path) -> int:
+def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> int:
     """Write the plain file of a sharded checkpoint, and return its bytes.
 
+    Args:
+        directory: the checkpoint.
+        out: the file.
+        weights_only: as of `torch.load`: False unpickles any object, which can run code.
+
     Raises:
+        CheckpointError: if it cannot be read or written.
         ConfigError: if the directory is none.
     """
     if not sharded.is_sharded(directory):
@@ -29,7 +35,7 @@ def consolidate(directory: Path, out: Path) -> int:
             f"found no sharded checkpoint in {directory}; expected a directory with a file .metadata, as "
             "save_distributed_checkpoint=True writes it."
         )
-    checkpoint = sharded.load(directory, weights_only=False)
+    checkpoint = sharded.load(directory, weights_only=weights_only)
     mapped = MappedTensors(out.absolute().parent)
     made: dict[int, torch.Tensor] = {}  # what hangs in several places stays one tensor
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.errors import ConfigError, PipeError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.strategy.checkpoints.sharded import MODEL, Directory, is_sharded
+from lightning_pipe.strategy.checkpoints.checksums import StorageSums, check_entries
+from lightning_pipe.strategy.checkpoints.sharded import MODEL, Directory, is_sharded, unreadable
 from lightning_pipe.strategy.parameters.pending import Pending
 from lightning_pipe.strategy.start.unread import Unread
 
@@ -50,7 +51,9 @@ def open_weights(path: Path) -> Mapping[str, Unread]:
             return _safetensors([path])
         if path.suffix in _OF_TORCH:
             return _of_torch(path)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except PipeError:
+        raise
+    except Exception as error:  # whatever a damaged file makes torch, safetensors and others raise
         raise ConfigError(f"weights={str(path)!r} cannot be read: {type(error).__name__}: {error}") from error
     raise ConfigError(f"found weights={str(path)!r}; {_EXPECTED}.")
 
@@ -59,7 +62,10 @@ def _files_of(folder: Path) -> list[Path]:
     """Return the files of a directory of transformers."""
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+        names = sorted(set(index["weight_map"].values()))
+        if elsewhere := [name for name in names if Path(name).name != name]:
+            raise ConfigError(f"found {elsewhere[0]!r} in {folder / _INDEX}; expected names of files beside it.")
+        return [folder / name for name in names]
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     raise ConfigError(f"found neither {_INDEX} nor {_SINGLE} in weights={str(folder)!r}; {_EXPECTED}.")
@@ -100,15 +106,18 @@ def _reader(opened: Any, name: str) -> Callable[[], torch.Tensor]:
 def _of_torch(path: Path) -> dict[str, Unread]:
     """Return what torch.save has written: the state dict of a checkpoint, or tensors by name."""
     loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    check_entries(path, with_tensors=False)
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ConfigError(f"found no state dict in weights={str(path)!r}; expected tensors by name.")
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return {name: Unread.of(value.shape, value.dtype, partial(_same, value)) for name, value in tensors.items()}
+    sums = StorageSums(path)
 
+    def read(name: str) -> torch.Tensor:
+        with unreadable(path, f"{name} in "):
+            return sums.check(tensors[name])
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return {name: Unread.of(value.shape, value.dtype, partial(read, name)) for name, value in tensors.items()}
 
 
 def _of_model(directory: Directory) -> dict[str, Unread]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_pipe.capture.steps.trees import found_in
+from lightning_pipe.disk import write_failure
+from lightning_pipe.errors import CheckpointError
 from lightning_pipe.lightning_names import CheckpointIO
 from lightning_pipe.strategy.checkpoints import sharded
 from lightning_pipe.strategy.checkpoints.after_exception import patience_after_failure
-from lightning_pipe.strategy.checkpoints.commit import begin, commit, existing
+from lightning_pipe.strategy.checkpoints.checksums import check_entries
+from lightning_pipe.strategy.checkpoints.commit import begin, commit, discard, existing
 from lightning_pipe.strategy.checkpoints.optimizer_tensors import own_tensors, without_tensors
 from lightning_pipe.strategy.checkpoints.writing import BehindTraining, save
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -108,11 +113,21 @@ def _parts(
 
 
 def save_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Write the plain file, straight to the disk, so that the one before is never lost."""
-    part = begin(path)
-    with part.open("wb") as file:
-        torch.save(dict(checkpoint), file)
-    commit(path)
+    """Write the plain file, straight to the disk, so that the one before is never lost.
+
+    Raises:
+        CheckpointError: if it cannot be written.
+    """
+    try:
+        with begin(path).open("wb") as file:
+            torch.save(dict(checkpoint), file)
+        commit(path)
+    except Exception as error:
+        discard(path)
+        failure = write_failure(error, path, sum(tensor.nbytes for tensor in found_in(checkpoint, torch.Tensor)))
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be written: {failure}. The one before is still there."
+        ) from error
 
 
 def load(path: Path, io: CheckpointIO, *, is_plain: bool, weights_only: bool | None) -> dict[str, Any]:
@@ -123,16 +138,23 @@ def load(path: Path, io: CheckpointIO, *, is_plain: bool, weights_only: bool | N
         io: reads what is neither.
         is_plain: whether files are those of torch.
         weights_only: as of `torch.load`.
+
+    Raises:
+        CheckpointError: if a directory or a file of torch cannot be read.
     """
     if sharded.is_sharded(path):
         return sharded.load(path, weights_only=weights_only)
-    try:
-        file = existing(path)
-        found = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only) if is_plain else None
-    except RuntimeError:  # a file of an old format cannot be mapped
-        found = None
-    if found is None:
+    if not is_plain:
         other: dict[str, Any] = io.load_checkpoint(path, weights_only=weights_only)
         return other
+    with sharded.unreadable(path):
+        return _load_plain(existing(path), weights_only=weights_only)
+
+
+def _load_plain(file: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    is_mapped = zipfile.is_zipfile(file)  # a file of an old format cannot be
+    found = torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=weights_only)
+    if is_mapped:
+        check_entries(file, with_tensors=False)
     small = {key: value for key, value in found.items() if key not in (_STATE, _OPTIMIZERS)}
     return {**found, **apply_to_collection(small, torch.Tensor, torch.Tensor.clone)}

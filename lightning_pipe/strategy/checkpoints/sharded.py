@@ -2,24 +2,25 @@
 
     DIR/.metadata, DIR/*.distcp   tensors by name: model.NAME, optimizer_0.NAME.KEY
     DIR/meta.pt                   what else Lightning keeps, and what puts the tensors back in their places
+    DIR/checksums.json            hashes of .metadata and meta.pt
 
 What hangs in several places was written once. `writing` writes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_pipe.errors import UnsupportedError
+from lightning_pipe.errors import CheckpointError, PipeError, UnsupportedError
+from lightning_pipe.strategy.checkpoints.checksums import check_files
 from lightning_pipe.strategy.checkpoints.commit import existing
+from lightning_pipe.strategy.checkpoints.stored_tensors import METADATA, stored_tensors
 from lightning_pipe.strategy.start.unread import Unread
 
 REST = "meta.pt"
@@ -27,9 +28,27 @@ MODEL = "model"
 _OURS = "lightning_pipe"
 
 
+@contextlib.contextmanager
+def unreadable(path: Path, what: str = "") -> Iterator[None]:
+    """Read inside; say of which checkpoint it is what a damaged one makes torch and others raise.
+
+    Raises:
+        CheckpointError: naming it.
+    """
+    try:
+        yield
+    except PipeError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{what}{path} cannot be read: {type(error).__name__}: {error}. It is damaged, or was written by something "
+            "else. Use another checkpoint."
+        ) from error
+
+
 def is_sharded(path: Path) -> bool:
     """Return whether a path is such a checkpoint, or one of torch."""
-    return (existing(path) / ".metadata").is_file()
+    return (existing(path) / METADATA).is_file()
 
 
 class Directory(Mapping[str, Unread]):
@@ -37,33 +56,30 @@ class Directory(Mapping[str, Unread]):
 
     Args:
         path: the directory.
+
+    Raises:
+        CheckpointError: if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = existing(path)
-        self._reader = FileSystemReader(self.path)
-        self._metadata = self._reader.read_metadata()
-        known = self._metadata.state_dict_metadata
-        self._sizes = {name: one for name, one in known.items() if isinstance(one, TensorStorageMetadata)}
+        with unreadable(path):
+            check_files(self.path, [METADATA, REST])
+            self._tensors = stored_tensors(self.path)
 
     def __getitem__(self, name: str) -> Unread:
-        one = self._sizes[name]
-        return Unread.of(one.size, one.properties.dtype, lambda: self._read(name))
+        tensor = self._tensors[name]
+        return Unread.of(tensor.size, tensor.dtype, lambda: self._read(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sizes)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self._tensors)
 
     def _read(self, name: str) -> torch.Tensor:
-        one, planner = self._sizes[name], DefaultLoadPlanner()
-        target = {name: torch.empty(one.size, dtype=one.properties.dtype)}
-        planner.set_up_planner(target, self._metadata, True)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = planner.finish_plan(self._reader.prepare_local_plan(planner.create_local_plan()))
-        self._reader.read_data(plan, planner).wait()
-        return target[name]
+        with unreadable(self.path, f"{name} in "):
+            return self._tensors[name].read(self.path)
 
 
 def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -71,6 +87,7 @@ def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
 
     Raises:
         UnsupportedError: if the directory was written by something else.
+        CheckpointError: if it cannot be read.
     """
     tensors = Directory(path)
     if not (tensors.path / REST).is_file():
@@ -78,11 +95,16 @@ def load(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
             f"{path} is a directory of torch.distributed.checkpoint without {REST}, so that nothing but tensors can be "
             f"read from it. Give it as DappleStrategy(weights={str(path)!r}) to start from its weights."
         )
-    rest: dict[str, Any] = torch.load(tensors.path / REST, map_location="cpu", weights_only=weights_only)
+    with unreadable(path):
+        return _put_back(tensors, torch.load(tensors.path / REST, map_location="cpu", weights_only=weights_only))
+
+
+def _put_back(tensors: Directory, rest: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a checkpoint, with its tensors in their places."""
     ours = rest.pop(_OURS, None)
     if ours is None:
         raise UnsupportedError(
-            f"{path} was written by another strategy. Make a plain file of it (python -m "
+            f"{tensors.path} was written by another strategy. Make a plain file of it (python -m "
             "lightning.pytorch.utilities.consolidate_checkpoint), and resume from that."
         )
     names, others = ours["names"], ours["others"]

@@ -11,9 +11,9 @@ Notes are files beside the tensors, so that nothing but the file system is neede
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -24,11 +24,16 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_pipe.capture.torch_private import StorageInfo
+from lightning_pipe.disk import write_failure
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.strategy.checkpoints.commit import begin, commit
+from lightning_pipe.strategy.checkpoints.checksums import write_checksums
+from lightning_pipe.strategy.checkpoints.commit import begin, commit, discard
 from lightning_pipe.strategy.checkpoints.sharded import REST
+from lightning_pipe.strategy.checkpoints.stored_tensors import METADATA
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
 log = logging.getLogger(__name__)
@@ -50,6 +55,7 @@ class Writing:
 
     Attributes:
         path: as given.
+        own_bytes: of the tensors of this rank.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Writing:
         self._writer, self._planner = FileSystemWriter(self._part), DefaultSavePlanner()
         self._writer.set_up_storage_writer(first)
         parts = {name: dict(group) for name, group in tensors.items()}
+        self.own_bytes = sum(tensor.nbytes for group in parts.values() for tensor in group.values())
         self._planner.set_up_planner(parts, self._writer.storage_meta(), first)
         local = self._writer.prepare_local_plan(self._planner.create_local_plan())
         what = "what ranks will write"
@@ -80,7 +87,7 @@ class Writing:
         results = self._writer.write_data(self._plan, self._planner).wait()
         note = self._note(self._rank)
         unfinished = note.with_suffix(".part")
-        unfinished.write_bytes(pickle.dumps(results))
+        unfinished.write_text(json.dumps([_noted(result) for result in results]), encoding="utf-8")
         os.replace(unfinished, note)
 
     def finish(self, given_up: Event) -> None:
@@ -92,23 +99,35 @@ class Writing:
         Raises:
             PipelineError: if the wait was given up.
         """
-        results = [self._noted(rank, given_up) for rank in range(self._ranks)]
+        results = [self._results(rank, given_up) for rank in range(self._ranks)]
         self._writer.finish(self._metadata, results)
         self._write_rest(self._part / REST)
+        write_checksums(self._part, [METADATA, REST])
         commit(self.path)
 
-    def _noted(self, rank: int, given_up: Event) -> list[WriteResult]:
+    def _results(self, rank: int, given_up: Event) -> list[WriteResult]:
         """Return where a rank has put its tensors, as soon as it says so."""
         note = self._note(rank)
         while not note.exists():
             if given_up.wait(_LOOKS_EVERY_S):
                 raise PipelineError(f"rank {rank} has not written its part of the checkpoint {self.path}.")
-        results: list[WriteResult] = pickle.loads(note.read_bytes())
+        results = [_result(row) for row in json.loads(note.read_bytes())]
         note.unlink()
         return results
 
     def _note(self, rank: int) -> Path:
         return self._part / f".{rank}.written"
+
+
+def _noted(result: WriteResult) -> list[Any]:
+    """Return what a note says of a tensor: its name and place, and where it was written."""
+    index, where = result.index, result.storage_data
+    return [index.fqn, index.offset, index.index, result.size_in_bytes, where.relative_path, where.offset, where.length]
+
+
+def _result(row: list[Any]) -> WriteResult:
+    name, offset, number, size, file, start, length = row
+    return WriteResult(MetadataIndex(name, offset, number), size, StorageInfo(file, start, length))
 
 
 def save(path: Path, tensors: Tensors, rest: dict[str, Any], control: ControlPlane) -> None:
@@ -124,7 +143,7 @@ def save(path: Path, tensors: Tensors, rest: dict[str, Any], control: ControlPla
         PipelineError: if a rank could not write its part.
     """
     writing = Writing(path, tensors, partial(torch.save, rest), control)
-    _meet(path, writing.write, partial(writing.finish, Event()), control)
+    _meet(writing, writing.write, partial(writing.finish, Event()), control)
 
 
 class BehindTraining:
@@ -139,7 +158,7 @@ class BehindTraining:
         if control.rank == 0:
             torch.save(rest, packed)
         writing = Writing(path, copies, lambda file: file.write_bytes(packed.getbuffer()), control)
-        self.path, self._given_up = path, Event()
+        self._writing, self._given_up = writing, Event()
         self._lock, self._removals, self._is_complete = Lock(), list[Callable[[], None]](), False
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._part = thread.submit(writing.write)
@@ -161,7 +180,7 @@ class BehindTraining:
             PipelineError: if a rank could not write its part.
         """
         try:
-            _meet(self.path, self._part.result, self._whole.result, control)
+            _meet(self._writing, self._part.result, self._whole.result, control)
         finally:
             self._given_up.set()
 
@@ -170,7 +189,9 @@ class BehindTraining:
         wait([self._part, self._whole], timeout=patience_s)
         self._given_up.set()
         if not self._whole.done() or self._whole.exception() is not None:
-            log.warning("Training has failed before %s was complete. The checkpoints before it are there.", self.path)
+            log.warning(
+                "Training has failed before %s was complete. The checkpoints before it are there.", self._writing.path
+            )
 
     def _finish(self, writing: Writing) -> None:
         writing.finish(self._given_up)
@@ -184,22 +205,27 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _meet(path: Path, write: Callable[[], None], finish: Callable[[], None], control: ControlPlane) -> None:
+def _meet(writing: Writing, write: Callable[[], None], finish: Callable[[], None], control: ControlPlane) -> None:
     """Write this rank's part, hear how that of the others went, and let rank 0 finish; on all ranks together."""
-    failure = ""
+    path, failure = writing.path, ""
     try:
         write()
     except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
+        failure = write_failure(error, path, writing.own_bytes)
     failures = [control.to_first(failure, source=rank, what=_PARTS) for rank in range(control.ranks)]
 
     def finished() -> None:
-        for rank, one in enumerate(failures):
-            if one:
-                raise PipelineError(
-                    f"rank {rank} could not write its part of the checkpoint {path}: {one}. Checkpoints that were "
-                    "complete before are still there."
-                )
-        finish()
+        rank, reason = next(((rank, one) for rank, one in enumerate(failures) if one), (0, ""))
+        try:
+            if not reason:
+                finish()
+        except Exception as error:
+            reason = write_failure(error, path, writing.own_bytes)
+        if reason:
+            discard(path)
+            raise PipelineError(
+                f"rank {rank} could not write its part of the checkpoint {path}: {reason}. Checkpoints that were "
+                "complete before are still there."
+            )
 
     control.agreed(finished, source=0, what=_END)
