@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import sympy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -553,3 +554,16 @@ def test_a_tensor_becomes_one_of_a_subclass_past_all_modes():
     with private.FakeTensorMode():
         made = private.as_kind(Kind, form)
     assert type(made) is Kind and made.is_meta
+
+
+def test_the_place_of_a_tensor_in_a_directory_is_what_torch_writes_there() -> None:
+    place = private.StorageInfo("__0_0.distcp", 64, 128)
+    assert (place.relative_path, place.offset, place.length, place.transform_descriptors) == (
+        *("__0_0.distcp", 64, 128),
+        None,
+    )
+
+
+def test_functions_of_sizes_are_expressions_of_sympy() -> None:
+    assert {"FloorDiv", "Mod", "Max", "Min", "OpaqueUnaryFn_sqrt"} <= private.SIZE_FUNCTIONS.keys()
+    assert all(issubclass(function, sympy.Basic) for function in private.SIZE_FUNCTIONS.values())

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from lightning_pipe.errors import ConfigError
+from lightning_pipe.disk import write_failure
+from lightning_pipe.errors import CheckpointError, ConfigError
 from lightning_pipe.strategy.checkpoints import sharded
 from lightning_pipe.strategy.checkpoints.saving import save_plain
 from lightning_pipe.strategy.start.mapped import MappedTensors
@@ -41,7 +42,12 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> int
 
     def read(unread: Unread) -> torch.Tensor:
         if id(unread) not in made:
-            made[id(unread)] = mapped.copied(unread.read())
+            values = unread.read()
+            try:
+                made[id(unread)] = mapped.copied(values)
+            except OSError as error:
+                failure = write_failure(error, out, values.nbytes)
+                raise CheckpointError(f"{directory} cannot be made a plain file: {failure}.") from error
         return made[id(unread)]
 
     save_plain(out, apply_to_collection(checkpoint, Unread, read))

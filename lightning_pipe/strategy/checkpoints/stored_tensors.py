@@ -29,11 +29,15 @@ _CLASSES = frozenset(
             ).split()
         ),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed._shard.sharded_tensor.metadata", name)  # before torch 2.3
+            for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
+        ),
         ("torch.serialization", "_get_layout"),
         *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows", "")),
     }
 )  # none of them is called: a stand-in takes its place
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_KINDS = {name: kind for name, kind in vars(torch).items() if isinstance(kind, (torch.dtype, torch.layout))}
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ class _MetadataReader(pickle.Unpickler):
         Raises:
             pickle.UnpicklingError: if torch does not write it.
         """
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and name in _KINDS:
+            return _KINDS[name]
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) not in _CLASSES:
@@ -133,7 +137,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _tensor(name: str, known: dict[str, Any], places: dict[Any, dict[str, Any]]) -> StoredTensor:
     size, dtype = _lengths(known["size"]), known["properties"].state[0]
-    pieces = tuple(_piece(name, chunk.state, places) for chunk in known["chunks"])
+    pieces = tuple(dict.fromkeys(_piece(name, chunk.state, places) for chunk in known["chunks"]))
     inside = all(
         len(piece.sizes) == len(piece.offsets) == len(size)
         and all(start + part <= whole for start, part, whole in zip(piece.offsets, piece.sizes, size, strict=True))
