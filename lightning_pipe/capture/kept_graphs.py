@@ -34,7 +34,7 @@ _OPERATORS = (
 ).split()
 _FUNCTIONS: Mapping[tuple[str, str], Any] = {
     **{("_operator", name): getattr(operator, name) for name in _OPERATORS},
-    **{("math", name): function for name, function in vars(math).items() if callable(function)},
+    **{("math", name): function for name, function in vars(math).items() if callable(function) and name[0] != "_"},
     **{("torch", name): function for name, function in vars(torch).items() if name.startswith("sym_")},
 }  # of symbolic sizes; each is a function of numbers
 _NAMED_KINDS = (torch.dtype, torch.layout, torch.memory_format)
