@@ -126,7 +126,7 @@ def save_plain(path: Path, checkpoint: Mapping[str, Any]) -> None:
         discard(path)
         failure = write_failure(error, path, sum(tensor.nbytes for tensor in found_in(checkpoint, torch.Tensor)))
         raise CheckpointError(
-            f"the checkpoint {path} cannot be written: {failure}. The one before is still there."
+            f"the checkpoint {path} cannot be written: {failure}. Those that were complete before are still there."
         ) from error
 
 
