@@ -16,7 +16,7 @@ from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import Losses, checked, make_trainer
 
-NAME = "gpt_tied"
+NAME = "dict_batch"
 Fit = tuple[list[str], list[float]]
 
 
