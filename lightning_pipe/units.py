@@ -6,6 +6,7 @@ those of networks, binary prefixes (KiB) those of memory. Case matters only betw
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -106,7 +107,7 @@ def spell_rate(bytes_per_s: float) -> str:
 def _parse(text: str, *, units: Mapping[str, float], what: str, example: str) -> float:
     match = _NUMBER.fullmatch(text)
     unit = _unit(match[2], units) if match else None
-    if not match or unit is None or float(match[1]) < 0:
+    if not match or unit is None or not 0 <= float(match[1]) * units[unit] < math.inf:
         raise ConfigError(f"found {text!r}; expected {what} such as {example!r}; units: {', '.join(units)}")
     return float(match[1]) * units[unit]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Hashable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,6 +29,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
+V = TypeVar("V")
 
 _NAMES: dict[object, str] = {
     int: "an integer",
@@ -65,7 +67,7 @@ def from_yaml(cls: type[T], text: str, *, source: str = "the text") -> T:
     """
     try:
         data = yaml.load(text, Loader=_OnceLoader)
-    except yaml.YAMLError as error:
+    except Exception as error:  # yaml's own, and what Python raises of a date, a number or a depth that cannot be
         raise PlanError(f"{source} is not YAML: {error}") from None
     return _with_source(cls, data, source)
 
@@ -98,7 +100,7 @@ def load_json(cls: type[T], path: str | Path) -> T:
     """
     try:
         data = json.loads(_read(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is not JSON: {error}") from None
     return _with_source(cls, data, str(path))
 
@@ -189,12 +191,12 @@ def _value(kind: object, data: object, path: str) -> object:
 def _scalar(kind: object, data: object, path: str) -> object:
     assert kind in _NAMES, f"{path}: fields of type {kind} cannot be written to a file"
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        return float(_checked(abs(data) <= sys.float_info.max, kind, data, path))
     fits = isinstance(data, cast(type, kind)) and (kind is bool or not isinstance(data, bool))
     return _checked(fits, kind, data, path)
 
 
-def _checked(fits: bool, kind: object, data: object, path: str) -> object:
+def _checked(fits: bool, kind: object, data: V, path: str) -> V:
     if not fits:
         raise PlanError(f"{path}: expected {_name(kind)}, found {data!r}{_float_hint(kind, data)}")
     return data

@@ -139,4 +139,6 @@ def _json(text: str, *, source: str) -> object:
         raise ProfileError(
             f"{source}, line {error.lineno}: found no JSON ({error.msg}); expected a whole file."
         ) from None
+    except (ValueError, RecursionError) as error:  # of a number or a depth that Python does not read
+        raise ProfileError(f"{source}: found no JSON ({error}); expected numbers and lists that can be read.") from None
     return content

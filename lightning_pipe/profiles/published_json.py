@@ -6,7 +6,7 @@ Every method raises `ProfileError` if the value is not what is asked for.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class JsonValue:
         """Return the content of a file that lies beside a profile."""
         try:
             content: object = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ProfileError(f"cannot read {path}: {error}") from None
         return cls(str(path), content)
 
@@ -82,7 +82,7 @@ class JsonValue:
     def number(self) -> float:
         """Return a number of at least 0."""
         value = self.value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
             raise self.error(repr(value)[:80], "a number of at least 0")
         return float(value)
 
