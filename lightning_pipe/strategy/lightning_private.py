@@ -9,8 +9,10 @@ fit_loop.setup_data                 asks the user's loaders for data, as `Traine
 _DataLoaderSource.dataloader, loop._data_source       ask the user's hooks for loaders
 __old__init__, __old__setattr__, __old__delattr__     methods of loaders' classes, while hooks make some
 fit_loop._combined_loader           the loaders it has asked for
-fit_loop._load_combined_loader_states         gives loaders the state of a checkpoint; Lightning does it in
-                                    `setup_data`, which we call earlier
+_checkpoint_connector._loaded_checkpoint, restore_loops; _Loop._restarting, _loaded_from_state_dict,
+_resuming_from_checkpoint           let loops have come as far as the checkpoint says, while loaders are asked for early
+fit_loop._combined_loader_states_to_load      states of loaders in that checkpoint, which they have got then
+_set_sampler_epoch                  tells samplers the epoch before their first batch
 fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every batch whether to stop, over the
                                     default group and without a deadline; ours asks over connections that are
                                     watched (newer than the oldest Lightning that we support)
@@ -64,6 +66,7 @@ from lightning_pipe.lightning_names import (
 BARRIER_OF_STAGE = "run-stage"
 
 if TYPE_CHECKING:
+    from lightning.fabric.utilities.data import _set_sampler_epoch as set_sampler_epoch
     from lightning.fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device as default_backend,
     )
@@ -73,15 +76,18 @@ if TYPE_CHECKING:
     from lightning.pytorch.loops.loop import _Loop as Loop
     from lightning.pytorch.loops.optimization.automatic import Closure
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
+    from lightning.pytorch.loops.progress import _BaseProgress as Progress
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as ForkLauncher
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
     from lightning.pytorch.trainer.call import _call_strategy_hook as call_strategy_hook
 else:
     default_backend = lightning_module("fabric.utilities.distributed")._get_default_process_group_backend_for_device
+    set_sampler_epoch = lightning_module("fabric.utilities.data")._set_sampler_epoch
     init_dist_connection = lightning_module("fabric.utilities.distributed")._init_dist_connection
     limit_threads = lightning_module("fabric.utilities.distributed")._set_num_threads_if_needed
     optimizer_to_device = lightning_module("fabric.utilities.optimizer")._optimizer_to_device
     Loop = lightning_module("pytorch.loops.loop")._Loop
+    Progress = lightning_module("pytorch.loops.progress")._BaseProgress
     Closure = lightning_module("pytorch.loops.optimization.automatic").Closure
     AutomaticOptimization = lightning_module("pytorch.loops.optimization.automatic")._AutomaticOptimization
     ForkLauncher = lightning_module("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
@@ -158,23 +164,64 @@ def call_before_training(trainer: pl.Trainer, then: Callable[[], None]) -> Calla
     return lambda: own.pop("setup_data", None)
 
 
-def restore_loader_states(trainer: pl.Trainer) -> None:
-    """Give the loaders the state that a checkpoint holds for them."""
-    trainer.fit_loop._load_combined_loader_states()
+def forget_loader_states(trainer: pl.Trainer) -> None:
+    """Do not give the loaders of a fit the states of a checkpoint again, if they were asked for and have them."""
+    if trainer.fit_loop._combined_loader is not None:
+        trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def tell_epoch(trainer: pl.Trainer, loader: Any) -> None:
+    """Tell the samplers of a loader the epoch, as Lightning does before their first batch."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    set_sampler_epoch(loader, epochs.processed)
+
+
+@contextlib.contextmanager
+def progress_of_checkpoint(trainer: pl.Trainer) -> Iterator[None]:
+    """Let the fit loop have come, inside, as far as the checkpoint that the run resumes from; Lightning does it later.
+
+    Loaders that are asked for inside get their states, and hooks see the epoch and the step that one device has then.
+    """
+    connector, has_come = trainer._checkpoint_connector, progress(trainer)
+    flags = [(loop, {name: getattr(loop, name) for name in _RESUMES}) for loop, _ in _loops(trainer)]
+    if not connector._loaded_checkpoint:
+        yield
+        return
+    try:
+        connector.restore_loops()
+        yield
+    finally:
+        restore_progress(trainer, has_come)
+        for loop, values in flags:
+            vars(loop).update(values)
+
+
+_RESUMES = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 
 
 def progress(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return how far the fit loop has come: steps, epochs, batches."""
-    return dict(trainer.fit_loop.state_dict())
+    """Return how far the fit loop has come: steps, epochs, batches; without states of loaders."""
+    found: dict[str, Any] = {}
+    for loop, prefix in _loops(trainer):
+        parts = ((name, part) for name, part in vars(loop).items() if isinstance(part, Progress))
+        found |= {f"{prefix}{name}": part.state_dict() for name, part in parts}
+        if loop is not trainer.fit_loop:  # whose state is that of its loaders
+            found[f"{prefix}state_dict"] = loop.on_save_checkpoint()
+    return found
 
 
 def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:
     """Let the fit loop have come so far, without resuming there."""
-    loops: list[tuple[Any, str]] = [(trainer.fit_loop, "")]
-    while loops:
-        loop, prefix = loops.pop()
+    for loop, prefix in _loops(trainer):
         loop._load_from_state_dict(progress, prefix)
+
+
+def _loops(trainer: pl.Trainer) -> list[tuple[Any, str]]:
+    """List the fit loop and those inside of it, with the prefixes of their states."""
+    loops: list[tuple[Any, str]] = [(trainer.fit_loop, "")]
+    for loop, prefix in loops:
         loops += [(child, f"{prefix}{name}.") for name, child in vars(loop).items() if isinstance(child, Loop)]
+    return loops
 
 
 def call_before_step(plugin: Precision, then: Callable[[], None]) -> None:

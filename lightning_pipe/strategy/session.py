@@ -245,6 +245,7 @@ class Session:
         changed = self._links.control.agreed(asked.changed, source=0, what="whether loaders are asked for again")
         if changed:
             forget_loaders(self._module.trainer, self._feed, changed=changed)
+        private.forget_loader_states(self._module.trainer)
         self._feed.begin_early()
 
     def _plan_for_first(self, loaders: CombinedLoader) -> None:
@@ -265,7 +266,7 @@ class Session:
             return None, ()
 
         with contextlib.suppress(StopIteration):
-            look_where_iterated(loaders)
+            look_where_iterated(trainer, loaders)
         structure, left = control.agreed(look, source=0, what="the structure of the first batch")
         if hooks is not None:
             hooks.put_back()

@@ -352,6 +352,7 @@ class DappleStrategy(ParallelStrategy):
             ahead=self.config.post_validation,
             device=self.root_device,
             watch=self._links.watch,
+            connected=self._control,
         )
         callbacks = callbacks_of(self.lightning_module.trainer)
         self._feed.tells_indices = any(isinstance(callback, BasePredictionWriter) for callback in callbacks)
@@ -518,11 +519,6 @@ class DappleStrategy(ParallelStrategy):
 
     def _any_rank_stops_now(self, stops: bool) -> bool:
         return self.reduce_boolean_decision(stops, all=False)
-
-    def on_train_start(self) -> None:
-        """Give loaders the state that a checkpoint has for them; Lightning has loaded it since we asked for data."""
-        assert self.lightning_module is not None
-        private.restore_loader_states(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         """End all ranks where one was asked to end since the last batch began."""

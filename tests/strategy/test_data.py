@@ -304,7 +304,7 @@ def test_a_look_at_the_first_batch_changes_neither_stream_nor_random_numbers(loa
         loaders = CombinedLoader(feed.wrap(LOADERS[loader]()), "max_size_cycle")
         first = None
         if look:
-            look_where_iterated(loaders)
+            look_where_iterated(make_trainer("auto"), loaders)
             first = peek(loaders)
         feed.assign((0,))
         iter(loaders)

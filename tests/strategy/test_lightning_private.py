@@ -55,7 +55,7 @@ def test_the_fit_loop_can_be_asked_for_its_data_early() -> None:
         def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
             loaders = private.train_loaders(trainer)
             seen.append(len(loaders.flattened))
-            private.restore_loader_states(trainer)
+            private.forget_loader_states(trainer)
 
     trainer.callbacks.append(Asks())
     trainer.fit(module, make_loader("dict_batch"))

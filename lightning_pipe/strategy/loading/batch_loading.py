@@ -18,6 +18,7 @@ Loading draws random numbers; followers go on with the state of the generators t
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import multiprocessing
@@ -25,6 +26,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -70,6 +72,7 @@ class Feed:
         ahead: whether ranks may go on before the others have heard of a batch; where there are few, they do anyway.
         device: where this rank computes.
         watch: looks after the loading of batches, and after workers of loaders.
+        connected: gives control to the other ranks, after the fit too; None where there is none.
 
     Attributes:
         data: answers code of loaders that asks for its rank.
@@ -86,8 +89,9 @@ class Feed:
         ahead: bool = False,
         device: torch.device = _HOST,
         watch: GuardedWatch | Unwatched | None = None,
+        connected: Callable[[], AbstractContextManager[ControlPlane | None]] = nullcontext,
     ) -> None:
-        self._control, self._device = control, device
+        self._control, self._device, self._connected = control, device, connected
         self.watch = watch or Unwatched()
         self.data = WholeData(ranks=control.ranks)
         self._goes_on = ahead or control.ranks <= _FEW_RANKS
@@ -145,7 +149,7 @@ class Feed:
     def wrap(self, loader: Any) -> FedLoader:
         """Return a loader that is iterated on all ranks together."""
         if isinstance(loader, FedLoader):
-            return loader
+            return loader if loader.feed is self else self.wrap(loader.loader)  # of a fit before, in a CombinedLoader
         gather_shards(loader)
         if getattr(loader, "worker_init_fn", False) is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
             # Lightning would seed workers by rank; ranks that load must load the same, namely what rank 0 would
@@ -180,9 +184,17 @@ class Feed:
         self._early.clear()
 
     def state_of(self, loader: StatefulFedLoader) -> dict[str, Any]:
-        """Return the state of a loader on the first loading rank."""
-        state = loader.loader.state_dict() if self.leads else {}
-        return self._control.broadcast(state, source=self.source, what="the state of a loader")
+        """Return the state of a loader on the first loading rank, after the fit too.
+
+        Raises:
+            PipelineError: if the fit has failed, and this rank does not load.
+        """
+        with self._connected() as control:
+            if control is not None:
+                return control.agreed(loader.own_state, source=self.source, what="the state of a loader")
+        if not self.loads:
+            raise PipelineError(f"The state of a loader is on rank {self.source}, to which there is no connection.")
+        return loader.own_state()
 
     def iterate(self, loader: FedLoader) -> FedIterator:
         """Begin an iteration."""
@@ -354,12 +366,12 @@ class FedLoader:
             return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in FedLoader._OWN or (name.startswith("__") and not name.startswith("__pl_")):
+        if name in self._OWN or (name.startswith("__") and not name.startswith("__pl_")):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in FedLoader._OWN:
+        if name in self._OWN:
             vars(self)[name] = value
         else:
             setattr(self.loader, name, value)
@@ -385,12 +397,30 @@ class FedLoader:
             iterator = self.open()
             with self.feed.data.while_loading():
                 self.first = next(iterator)
-            self.peeked = itertools.chain([self.first], iterator)
+            self.peeked = itertools.chain([self.first], _following(iterator))
         return self.first
 
 
+def _following(batches: Iterator[Any]) -> Iterator[Any]:
+    """Iterate without asking for the iterator of an iterator: a loader that is its own begins again there."""
+    with suppress(StopIteration):
+        while True:
+            yield next(batches)
+
+
 class StatefulFedLoader(FedLoader):
-    """A loader that can be resumed in the middle of an epoch."""
+    """A loader that can be resumed in the middle of an epoch.
+
+    Attributes:
+        unlooked: its state before its first batch was looked at, or why it had none; until that batch is given.
+    """
+
+    _OWN = FedLoader._OWN | {"unlooked"}
+    unlooked: dict[str, Any] | Exception | None
+
+    def __init__(self, loader: Any, feed: Feed) -> None:
+        super().__init__(loader, feed)
+        vars(self).update(unlooked=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader that gives the batches."""
@@ -399,6 +429,37 @@ class StatefulFedLoader(FedLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the state of this rank's loader."""
         self.loader.load_state_dict(state)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of this rank's loader, as if nobody had looked at its first batch."""
+        if isinstance(self.unlooked, Exception):
+            raise self.unlooked
+        if self.unlooked is not None:
+            return self.unlooked
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def open(self) -> Iterator[Any]:
+        """Return an iterator as other loaders do, which ends what a look has noted."""
+        return self._given(super().open())
+
+    def _given(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in _following(batches):
+            self.unlooked = None
+            yield batch
+
+    def look(self) -> Any:
+        """Return the first batch as other loaders do; note the state before it."""
+        if self.first is None:
+            self.feed.random.share()
+            with self.feed.data.while_loading():
+                try:
+                    state = copy.deepcopy(self.loader.state_dict())
+                except Exception as error:  # that who saves before the first batch has on one device, too
+                    state = error
+            super().look()
+            self.unlooked = state
+        return self.first
 
 
 class FedIterator:
@@ -457,8 +518,8 @@ class FedIterator:
         return self._feed.announce(code, number, place=(self._number, self._batches), structure=structure, drawn=drawn)
 
     def begin(self) -> None:
-        """Open the loader, if that has not been done. A resumable one is opened later, when it has its state."""
-        if not self._begun and not isinstance(self._loader, StatefulFedLoader):
+        """Open the loader, if that has not been done."""
+        if not self._begun:
             self._begin()
 
     @property

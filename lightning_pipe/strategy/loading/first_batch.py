@@ -46,8 +46,9 @@ def early_loaders(
 ) -> Iterator[CombinedLoader | None]:
     """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
-    They are opened when the fit begins. If hooks draw random numbers to make them (a split of the data), the fit asks
-    for them again, with the random state that one device would have then, and what they have changed is put back.
+    They are opened when the fit begins, where a checkpoint says that it is resumed. If hooks draw random numbers to
+    make them (a split of the data), the fit asks for them again, with the random state that one device would have
+    then, and what they have changed is put back.
 
     Args:
         trainer: of the fit.
@@ -57,15 +58,18 @@ def early_loaders(
         waits: whether the fit is to ask when it begins, as asking ends in this error now; else that is raised.
     """
     before, put_back = Randomness.now(device), noted_for_asking(trainer)
-    try:
-        loaders = private.train_loaders(trainer)
-    except Exception as error:
-        if not waits(error):
-            raise
-        yield None
-        return
-    is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
-    yield loaders
+    with private.progress_of_checkpoint(trainer):
+        try:
+            loaders = private.train_loaders(trainer)
+        except Exception as error:
+            if not waits(error):
+                raise
+            feed.forget_early()
+            private.forget_train_loaders(trainer)
+            yield None
+            return
+        is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
+        yield loaders
     if is_drawn and loaders is not None and _can_all_be_asked(loaders):
         put_back()
         before.restore(device)
@@ -93,7 +97,7 @@ def _can_all_be_asked(loaders: CombinedLoader) -> bool:
     return all(can_be_asked(loader.loader) for loader in loaders.flattened)
 
 
-def look_where_iterated(loaders: CombinedLoader) -> None:
+def look_where_iterated(trainer: pl.Trainer, loaders: CombinedLoader) -> None:
     """Begin the iteration of loaders that cannot be asked beside it. On all ranks together.
 
     Raises:
@@ -101,6 +105,7 @@ def look_where_iterated(loaders: CombinedLoader) -> None:
     """
     for loader in loaders.flattened:
         if loader.first is None and not can_be_asked(loader.loader):
+            private.tell_epoch(trainer, loader)
             loader.look()
 
 
