@@ -181,6 +181,7 @@ class DappleStrategy(ParallelStrategy):
         self._backend = process_group_backend
         self._directories = Directories(is_behind=self.config.async_checkpoint, deadline_s=self.config.deadline_s)
         self._num_nodes = 1
+        self._device_number: int | None = None  # once this process is a rank
         self._links: Connections | None = None  # from setup to teardown
         self._watch: GuardedWatch | None = None  # from the launch to teardown
         self._has_met = False  # whether this rank was connected with the others
@@ -247,9 +248,9 @@ class DappleStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """Return this rank's device."""
+        """Return this rank's device, also while loaders are told that there is one process."""
         assert self.parallel_devices is not None, "set by the trainer"
-        return self.parallel_devices[super().local_rank]
+        return self.parallel_devices[super().local_rank if self._device_number is None else self._device_number]
 
     @property
     def world_size(self) -> int:
@@ -296,7 +297,8 @@ class DappleStrategy(ParallelStrategy):
         return {"num_replicas": 1, "rank": 0}
 
     def set_world_ranks(self) -> None:
-        """Tell the environment which rank this is."""
+        """Tell the environment which rank this is, and keep which device is this rank's."""
+        self._device_number = super().local_rank
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)

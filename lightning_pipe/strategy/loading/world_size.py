@@ -22,7 +22,10 @@ from lightning_pipe.strategy.lightning_private import throughputs
 _TRAINER = tuple(f"/{package.replace('.', '/')}/trainer/trainer.py" for package in TRAINERS.values())
 
 
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1"}  # not the local rank, which says where this process computes
+# What launchers tell processes: each of these is 0 of one process, where there is one, too.
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_ALWAYS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 class WorldSizeReads:
@@ -50,8 +53,8 @@ class WorldSizeReads:
 class WholeData:
     """Code of loaders that divides the data by rank: it is told that there is one process, and named once.
 
-    Every batch of a pipeline is a whole batch, so whoever takes every n-th sample (`get_rank()`, `get_world_size()`)
-    would train on a part of the data.
+    Every batch of a pipeline is a whole batch, so whoever takes every n-th sample (`get_rank()`, `get_world_size()`, or
+    what a launcher has put into the environment) would train on a part of the data.
 
     Args:
         ranks: number of ranks.
@@ -67,17 +70,15 @@ class WholeData:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        before = {name: os.environ.get(name) for name in _ALONE}
-        os.environ.update(_ALONE)
+        real = {name: os.environ[name] for name in (*_RANKS, *_SIZES) if name in os.environ}
+        os.environ.update({**_ALWAYS, **{name: "0" if name in _RANKS else "1" for name in real}})
         try:
             with answered_alone(self._is_told):
                 yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            for name in _ALWAYS.keys() - real.keys():
+                os.environ.pop(name, None)
+            os.environ.update(real)
 
     def _is_told(self, frame: types.FrameType) -> bool:
         path = frame.f_code.co_filename
