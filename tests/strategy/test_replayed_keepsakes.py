@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ranks.world import Raised, World
+from slow import slow_but
 from strategy.fits import Losses, dapple, make_trainer
 
 SAMPLES, WIDTH = 8, 4
@@ -80,3 +82,73 @@ def test_what_other_ranks_cannot_be_told_is_refused() -> None:
     for result in World(2).results(fitted, Untold, OPTIONS):
         assert isinstance(result, Raised)
         assert "self.rate" in result.text and "Keep numbers" in result.text
+
+
+class Layers(pl.LightningModule):
+    """Four layers, whose calls hooks count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))).double()
+        self.calls = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Counts(pl.Callback):
+    """Count calls of layers: on the module or here, from before or after a plan is made."""
+
+    def __init__(self, layers: slice, *, is_on_module: bool, is_late: bool) -> None:
+        self.layers, self.is_on_module, self.is_late, self.calls = layers, is_on_module, is_late, 0
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if not self.is_late:
+            self.watch(module)
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.is_late:
+            self.watch(module)
+
+    def watch(self, module: pl.LightningModule) -> None:
+        def count(*_: Any) -> None:
+            owner.calls += 1
+
+        owner = module if self.is_on_module else self
+        for layer in module.layers[self.layers]:
+            layer.register_forward_hook(count)
+
+
+def counted(cases: list[tuple[Any, ...]], options: dict[str, Any] | None) -> list[tuple[int, list[str]]]:
+    """Return what each callback has counted, and warnings that name what it counts in; a worker function."""
+    found = []
+    for layers, is_on_module, is_late in cases:
+        torch.manual_seed(0)
+        module, counts = Layers(), Counts(slice(*layers), is_on_module=is_on_module, is_late=is_late)
+        trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[counts])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.fit(module, DataLoader(torch.randn(4 * SAMPLES, WIDTH, dtype=torch.float64), batch_size=SAMPLES))
+        texts = [str(one.message) for one in said if "changed inside of sub-modules" in str(one.message)]
+        found.append((module.calls + counts.calls, [text for text in texts if "calls" in text]))
+    return found
+
+
+@pytest.mark.parametrize("capture", slow_but(["auto"], ["auto", "replay"]))
+def test_calls_of_sub_modules_are_counted_as_on_one_device_or_the_counter_is_named(capture: str) -> None:
+    cases = [
+        ((0, 1), True, True),
+        ((0, 1), False, False),
+        ((3, 4), False, True),
+        ((None,), True, False),
+        ((None,), False, True),
+    ]
+    expected = [calls for calls, _ in counted(cases, None)]
+    leader, other = World(2).run(counted, cases, {**OPTIONS, "capture": capture})
+    for case, calls, one, two in zip(cases, expected, leader, other, strict=True):
+        assert one[0] == two[0], case
+        assert one[0] == calls or one[1], case
+        assert bool(one[1]) == (case[0] == (None,)), case

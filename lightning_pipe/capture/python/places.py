@@ -94,6 +94,8 @@ def follow(module: Any, path: Path) -> Place:
     container: Any
     if kind == "self":
         container = vars(module.get_submodule(root))
+    elif kind == "hooks":
+        container = list(vars(module.get_submodule(root[0]))[root[1]].values())
     elif kind == "class":
         owners = {f"{c.__module__}.{c.__qualname__}": c for part in module.modules() for c in type(part).__mro__}
         container = ClassAttributes(owners[root])

@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_pipe.capture.python.places import ABSENT, Answers, Asked, Place
 from lightning_pipe.capture.python.state_slots import (
+    HOOK_TABLES,
     PYTHON_SCALARS,
     TORCHS_OWN,
     attribute_slot,
@@ -47,7 +48,7 @@ from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
-_TORCHS_TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TORCHS_TABLES = ("_modules", *HOOK_TABLES)
 
 
 class Reads:

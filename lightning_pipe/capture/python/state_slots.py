@@ -30,6 +30,7 @@ _INTERNAL = frozenset("_parameters _buffers _modules training _trainer log log_d
 _RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})  # views of its parameters that nn.RNNBase refreshes
 _LIGHTNING = frozenset(vars(pl.LightningModule())) - {"_hparams"}
 TORCHS_OWN = frozenset(vars(nn.Module()))
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 PYTHON_SCALARS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -76,6 +77,16 @@ def shared_slots(module: pl.LightningModule) -> Iterator[Place]:
                 yield class_slot(cls, name)
     yield from global_slots(reached((f.__code__, f.__globals__) for cls in classes for f in functions_of(cls)))
     yield from optimizer_slots(module._trainer)
+
+
+def hook_slots(module: pl.LightningModule) -> Iterator[Place]:
+    """List the hooks of sub-modules by their order, as handles have other numbers on other ranks."""
+    for path, owner in owners_of(module):
+        for name in HOOK_TABLES:
+            if table := vars(owner)[name]:
+                hooks = list(table.values())
+                for number in range(len(hooks)):
+                    yield Place(hooks, number, f"hook of {path or 'self'}", (("hooks", (path, name)), ("item", number)))
 
 
 def data_module_slots(trainer: Any) -> Iterator[Place]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.python.places import Path
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
+from lightning_pipe.capture.recording.replay_state import is_inside
 from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls, generator_states
 from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
-from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
-from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
+from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources, WrittenPlace
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.batch import same_besides_tensors, sorted_samples, with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
@@ -229,12 +231,31 @@ class UnitRecorder:
         with kept.keeper, self._scene(StepRecording()):
             return units.repeatable(left) & units.repeatable(kept)
 
-    def _play(self, chosen: frozenset[str], kept: ModuleSnapshot, other: int) -> _Play:
+    def writers(self, run: Run, chosen: frozenset[str], kept: ModuleSnapshot) -> tuple[WrittenPlace, ...]:
+        """Return the Python state that a run has left outside of units, with the units that write to it.
+
+        Args:
+            run: what was left by it.
+            chosen: paths of the units.
+            kept: content of the module that it began with.
+        """
+        paths = dict.fromkeys(seen.path for seen in run.seen)
+        left = {one.path: one.name for one in run.left if one.path and not any(is_inside(one, path) for path in paths)}
+        if not left:
+            return ()
+        units = self._play(chosen, kept, 0, places=left).units
+        units.note_writer(None)
+        return tuple(
+            WrittenPlace(left[path], path, frozenset(len(units.seen) - 1 if unit is None else unit for unit in by))
+            for path, by in units.writers.items()
+        )
+
+    def _play(self, chosen: frozenset[str], kept: ModuleSnapshot, other: int, *, places: Iterable[Path] = ()) -> _Play:
         """Run the forward of the step within all that follows it."""
         kept.restore()
         leaves = self._leaves(other)
         module, recording, seeded = self.request.module, StepRecording(), list[str]()
-        units = UnitCalls(module, chosen, watch=StateWatch(module))
+        units = UnitCalls(module, chosen, watch=StateWatch(module), places=PlaceWatch(module, places))
         follower = units.follower
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))

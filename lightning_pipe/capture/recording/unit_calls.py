@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_pipe.capture.python.places import Path
 from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.recording.unit_choice import call_paths
 from lightning_pipe.capture.recording.unit_flow import Follower
-from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, StateWatch, tensors_in
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
@@ -81,19 +83,24 @@ class UnitCalls:
         module: the user's module.
         chosen: paths of the units.
         watch: of the module's state.
+        places: of Python state, of which it is noted who writes to them.
 
     Attributes:
         follower: knows what tensors are made of.
         seen: what was seen of the units, in the order of their calls.
         checkpoints: knows whether a checkpoint runs, outside of units.
+        writers: of each place that has changed: the units inside which it has; None where glue has changed it.
     """
 
-    def __init__(self, module: pl.LightningModule, chosen: frozenset[str], *, watch: StateWatch) -> None:
+    def __init__(
+        self, module: pl.LightningModule, chosen: frozenset[str], *, watch: StateWatch, places: PlaceWatch
+    ) -> None:
         self._module = module
         self._paths = {identity: path for identity, path in call_paths(module).items() if path in chosen}
         self._parameters = frozenset(canonical_names(module))
         self._tensors = self._parameters | {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        self._watch = watch
+        self._watch, self._places = watch, places
+        self.writers: dict[Path, set[int | None]] = defaultdict(set)
         self._changes: list[KeptChange] = []
         self._call = nn.Module.__call__
         self.follower = Follower(module)
@@ -114,6 +121,7 @@ class UnitCalls:
 
     def _run(self, path: str, called: nn.Module, args: Any, kwargs: Any) -> Any:
         self.look_at_state()
+        self.note_writer(None)
         follower, unit = self.follower, len(self.seen)
         given = list(tensors_in((args, kwargs), objects=True))
         seen = Seen(path, follower.reads(given))
@@ -133,9 +141,15 @@ class UnitCalls:
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
+        self.note_writer(unit)
         for name, value in self._changed():
             self._note_change_inside(name, value, unit)
         return output
+
+    def note_writer(self, unit: int | None) -> None:
+        """Note that a unit, or glue, has changed places since the last question."""
+        for path in self._places.changed():
+            self.writers[path].add(unit)
 
     def repeatable(self, kept: ModuleSnapshot) -> frozenset[int]:
         """Return the units that return the same when they are called again, and leave nothing; not those with hooks.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.capture.python.places import ABSENT, Path, follow
 from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
+from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.steps.metric_result import is_result
 from lightning_pipe.capture.steps.module_tables import HookTables, refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
@@ -120,6 +123,33 @@ class StateWatch:
             for (prefix, _), old, new in zip(self._owners, before, now, strict=True)
             for name in new.changed_since(old)
         }
+
+
+class PlaceWatch:
+    """Tell which of some places of Python state have changed since the last question.
+
+    Args:
+        module: the user's module.
+        paths: of the places.
+    """
+
+    def __init__(self, module: pl.LightningModule, paths: Iterable[Path] = ()) -> None:
+        self._module = module
+        self._before = {path: self._content(path) for path in paths}
+
+    def changed(self) -> list[Path]:
+        """Return the paths of the places that have changed."""
+        before, self._before = self._before, {path: self._content(path) for path in self._before}
+        return [path for path, now in self._before.items() if not same_content(now, before[path])]
+
+    def _content(self, path: Path) -> Any:
+        try:
+            value = follow(self._module, path).read()
+        except KeyError:  # something on the way to it is not there
+            return ABSENT
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return copy(value) if isinstance(value, _CHANGEABLE) else value
 
 
 class ModuleSnapshot:

@@ -80,6 +80,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
                 once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
+        written = runner.writers(run, chosen, steady)
         said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
@@ -97,6 +98,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         whole=whole,
         once=once,
         said=said,
+        written=written,
         sets_first=first_only - trace.writes,
         is_for_one_count=bool(only),
     )

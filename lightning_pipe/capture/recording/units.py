@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_pipe.capture.python.places import Path
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said
 
 Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
@@ -123,6 +124,21 @@ class KeptChange:
 
 
 @dataclass(frozen=True)
+class WrittenPlace:
+    """A place of Python state outside of units that the step changes.
+
+    Attributes:
+        name: for a reader.
+        path: where it is.
+        units: inside which it changes; the last unit stands for glue, which the last stage runs to the end.
+    """
+
+    name: str
+    path: Path
+    units: frozenset[int]
+
+
+@dataclass(frozen=True)
 class UnitTrace:
     """A step, seen as units.
 
@@ -142,6 +158,7 @@ class UnitTrace:
             "" if it may be.
         once: buffers whose new content was the same for all samples.
         keeping: units inside which the step changes Python state.
+        written: Python state that it changes elsewhere.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
         said: what is known of other single numbers that it returns or logs.
         writes: names of the parameters that the step writes to.
@@ -164,6 +181,7 @@ class UnitTrace:
     whole: str = ""
     once: frozenset[str] = frozenset()
     keeping: frozenset[int] = frozenset()
+    written: tuple[WrittenPlace, ...] = ()
     proportional: frozenset[tuple[str, ...]] = frozenset()
     said: Said = NOTHING_SAID
     writes: frozenset[str] = frozenset()

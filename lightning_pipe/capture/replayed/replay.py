@@ -87,6 +87,7 @@ class Replay:
         self._now = BatchContext(request.arguments, request.structure.template)
         self._aliases = canonical_names(request.module)
         self._shared = tuple(shared_slots(request.module))
+        self._hooks = HookTables(request.module)
         self.whole = trace.whole
 
     @property
@@ -312,8 +313,9 @@ class Replay:
         return tuple(leaves), tuple(cut)
 
     def changed(self, situation: Situation) -> str:
-        """Return "": the Python of the step runs every time."""
-        return ""
+        """Return why units must be found again before the first batch; later the Python of the step runs every time."""
+        is_new = self._now.state is None
+        return "hooks were registered since its sub-modules were called" if is_new and not self._hooks.is_same() else ""
 
     def varying(self) -> tuple[Place, ...]:
         """Return (): numbers are read anew every time."""

@@ -260,7 +260,16 @@ class StageReplayer:
         """List what a play has left behind in Python state, as far as this stage knows it."""
         own = [unit.path for unit in self._units[self._part.begin : self._part.end]]
         others = [unit.path for unit in (*self._units[: self._part.begin], *self._units[self._part.end :])]
-        left = [one for one in python.kept() if speaks(one, own=own, others=others, is_last=self._part.is_last)]
+        knowing, number = self._now.knowing, self._part.number
+        left = [
+            one
+            for one in python.kept()
+            if (
+                knowing[one.path] == number
+                if one.path in knowing
+                else speaks(one, own=own, others=others, is_last=self._part.is_last)
+            )
+        ]
         if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
         return [replace(one, value=recording.lift(one.value)) for one in left]

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_pipe.capture.python.places import Path
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in
@@ -34,6 +35,7 @@ class BatchContext:
         state: Python state as it was before the batch; None before the first.
         metrics: torchmetrics objects of the module, by name; None before the first play of a batch.
         speakers: stages whose plays say something.
+        knowing: the stage that knows what the step leaves in a place, by its path, where units of one stage write it.
         said: (micro-batch, first sample, samples, what the step said) of every such play.
         loss_calls: the first line of every kind of call by which these plays made their losses.
         trained: which parameters were to get gradients before the batch.
@@ -48,6 +50,7 @@ class BatchContext:
     state: ModuleState | None = None
     metrics: Mapping[str, nn.Module] | None = None
     speakers: tuple[int, ...] = ()
+    knowing: Mapping[Path, int] = field(default_factory=dict)
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     loss_calls: dict[str, str] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
@@ -67,6 +70,7 @@ class StageSpec:
     """What one stage plays.
 
     Attributes:
+        number: of the stage.
         begin, end: its units; there may be none.
         is_last: whether it runs the step to its end.
         given: units whose outputs it is given.
@@ -82,6 +86,7 @@ class StageSpec:
         recomputed: own units that the plan has run again in the backward.
     """
 
+    number: int
     begin: int
     end: int
     is_last: bool

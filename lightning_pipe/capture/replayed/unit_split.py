@@ -19,6 +19,7 @@ from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
 from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
+from lightning_pipe.lightning_names import rank_zero_warn
 
 TAPE, TANGENT = "tape", "tangent"
 
@@ -71,7 +72,9 @@ class UnitSplitter:
             for s, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
-        self._now.speakers = tuple(sorted({owner[k] for k in self._trace.keeping} | {len(stages) - 1}))
+        self._follow_state(owner)
+        inside = {owner[k] for k in self._trace.keeping}
+        self._now.speakers = tuple(sorted({*inside, *self._now.knowing.values(), len(stages) - 1}))
         programs = tuple(self._program(stage, stages, owner) for stage in stages)
         values = {value.name: value for value in self._values(stages)}
         edges = tuple(
@@ -82,6 +85,17 @@ class UnitSplitter:
         buckets, parameters = self._buckets(programs)
         owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
         return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
+
+    def _follow_state(self, owner: Mapping[int, int]) -> None:
+        """Note which stage knows of Python state outside of units; warn where several write to it."""
+        stages = {place: {owner[k] for k in place.units} for place in self._trace.written}
+        self._now.knowing = {place.path: min(by) for place, by in stages.items() if len(by) == 1}
+        if scattered := sorted(place.name for place, by in stages.items() if len(by) > 1):
+            rank_zero_warn(
+                f"{', '.join(scattered)} is changed inside of sub-modules (by a hook, say) that different ranks run. "
+                "It is left as the last stage leaves it, which has not seen the changes of the others: a counter "
+                "counts the calls of that stage alone. Keep it on the sub-modules themselves, or in the step."
+            )
 
     def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
         part = self._part(stage, stages)
@@ -146,6 +160,7 @@ class UnitSplitter:
         read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
         written = [name for name in self._buffers if name in changes and name not in buffers]
         return StageSpec(
+            number=stage.number,
             begin=stage.begin,
             end=stage.end,
             is_last=stage.number == len(stages) - 1,

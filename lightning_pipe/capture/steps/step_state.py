@@ -26,7 +26,7 @@ from lightning_pipe.capture.python.places import ABSENT, Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.snapshots import Snapshot
-from lightning_pipe.capture.python.state_slots import attribute_slots, shared_slots
+from lightning_pipe.capture.python.state_slots import attribute_slots, hook_slots, shared_slots
 from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, is_result
@@ -191,7 +191,7 @@ class ModuleState:
     ) -> None:
         self._module = module
         self._shared = tuple(shared_slots(module)) if shared is None else shared
-        self.slots = (*attribute_slots(module), *self._shared)
+        self.slots = (*attribute_slots(module), *hook_slots(module), *self._shared)
         self._known = {slot.place for slot in self.slots}
         self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
 

@@ -123,7 +123,7 @@ class RankStep:
         """Return "" if what was captured holds for a call now, else what has changed."""
         captured, template = self.captured, call.structure.template
         if not self.capture.is_fixed:
-            return ""
+            return self.capture.changed(call.situation)
         if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
         holds_more = call.structure.form is None  # than tensors, whose collections the key of a step has
