@@ -16,7 +16,7 @@ from lightning.pytorch import callbacks as cb
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.errors import AbsentError
+from lightning_pipe.errors import AbsentError, PipelineError
 from lightning_pipe.runtime.guard.watch import PeerFailure
 from models.parity import make_loader, make_module
 from ranks.world import World
@@ -72,6 +72,38 @@ def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_sai
     (said,) = [text for text in results[0].value[1] if "saves no checkpoint" in text]
     assert "FloatingPointError after optimizer step 1" in said or "on one rank" in said
     assert not [*tmp_path.iterdir()]
+
+
+class Broken(DataLoader):
+    """The fourth batch cannot be made."""
+
+    def __init__(self) -> None:
+        super().__init__(range(12), 2, collate_fn=self.made)
+
+    def made(self, indices: list[int]) -> torch.Tensor:
+        if 6 in indices:
+            raise KeyError("no batch")
+        return torch.full((2, 6), float(indices[0]), dtype=torch.float64)
+
+
+def fail_to_load(layout: str, folder: str) -> tuple[str, list[int]]:
+    """Return the error of this rank, and the steps of the checkpoints that were saved."""
+    trainer = make_trainer(
+        dapple(layout=layout, deadline_s=30),
+        max_epochs=1,
+        callbacks=[cb.OnExceptionCheckpoint(folder)],
+        enable_checkpointing=True,
+    )
+    with pytest.raises((KeyError, PipelineError)) as caught:
+        trainer.fit(Normed(), Broken())
+    return caught.typename, [torch.load(file, weights_only=False)["global_step"] for file in Path(folder).glob("*")]
+
+
+@pytest.mark.parametrize(("layout", "errors"), [("1-1", ["KeyError", "PipelineError"]), ("2", ["KeyError"] * 2)])
+def test_an_error_of_a_loader_saves_the_weights_of_all(layout: str, errors: list[str], tmp_path: Path) -> None:
+    found = World(2).run(fail_to_load, layout, str(tmp_path))
+    assert [error for error, _ in found] == errors
+    assert found[0][1] == [3]
 
 
 class Preempted(pl.Callback):

@@ -170,6 +170,11 @@ class GuardedWatch:
         self._exchanges = number
         self.guard.page.begun(self._programs, number)
 
+    @property
+    def begun(self) -> str:
+        """Return in words how many programs and exchanges this rank has begun: as many as others at the same place."""
+        return f"{self._programs} programs and {self._exchanges} exchanges"
+
     def report(self, error: BaseException) -> None:
         """Tell the other ranks of a failure of this one, unless one has failed before."""
         if self.guard.failure is not None:

@@ -1,8 +1,9 @@
 """Hooks at an exception: checkpoints are saved where every rank comes to the exception between two programs.
 
 Then all weights are those after the same optimizer step, and the connections are free: a preemption (SIGTERM), an error
-of a hook that all ranks run, of a loader, of a check of losses. Where one rank alone has failed, or ranks stand at
-different steps, nothing is saved, and the reason is said.
+of a hook that all ranks run, of a loader, of a check of losses. Which exception it is on a rank does not matter: an
+error of one rank's loader is another one where batches are waited for. Where one rank alone has failed, or ranks stand
+at different steps, nothing is saved, and the reason is said.
 
 Lightning calls these hooks before it tells the strategy, and does not do so any more where one of them raises an error.
 """
@@ -43,9 +44,10 @@ def save_where_all_meet(
 
     def on_exception(trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
         guarded = watch()
-        where = f"the exception {type(exception).__name__} after optimizer step {trainer.global_step}"
+        step = f"after optimizer step {trainer.global_step}"
+        where = f"the exception {type(exception).__name__} {step}"
         patience_s = 0.0 if guarded is None else patience_after_failure(guarded.patience.deadline_s)
-        absent = "" if guarded is None else guarded.meet(where, patience_s=patience_s)
+        absent = "" if guarded is None else guarded.meet(f"an exception {step}, {guarded.begun}", patience_s=patience_s)
         if absent:
             rank_zero_warn(
                 f"{type(callback).__name__} saves no checkpoint at {where}: the weights of all ranks are needed, as "

@@ -505,8 +505,7 @@ class FedIterator:
             self._announce(END, drawn=self._feed.random.since(before))
             raise
         except Exception:
-            if self._feed.leads:
-                self._announce(FAILED)
+            self._announce(FAILED)
             raise
         number, form = self._feed.described(batch)
         structures = self._feed.structures
