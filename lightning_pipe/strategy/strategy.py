@@ -15,7 +15,6 @@ import contextlib
 import functools
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -196,7 +195,7 @@ class DappleStrategy(ParallelStrategy):
         self._world_size_reads = WorldSizeReads()
         self._in_hooks: WeightsInHooks | None = None  # from setup to teardown
         self._is_resumed = False  # whether a checkpoint gives this run its weights
-        self._initialised: Callable[[], pl.LightningModule | None] = lambda: None  # that has got the weights of a file
+        self._initialised: pl.LightningModule | None = None  # that has got the weights of a file
 
     def __repr__(self) -> str:
         """Return the package of its Trainer: Lightning shows this where it is given to one of the other package."""
@@ -476,9 +475,9 @@ class DappleStrategy(ParallelStrategy):
 
     def _give_weights(self, module: pl.LightningModule) -> None:
         """Let a module that comes here first have the weights that the user names, unless a checkpoint gives some."""
-        if self.config.weights is None or self._initialised() is module:
+        if self.config.weights is None or self._initialised is module:
             return
-        self._initialised = weakref.ref(module)
+        self._initialised = module
         if self._is_resumed:
             log.info("weights=%r is not read, because a checkpoint gives the module its weights.", self.config.weights)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+
+from lightning_pipe.strategy.strategy import DappleStrategy
 
 DEADLINE_S = 400.0  # of the whole script, on a busy machine
 
@@ -54,10 +57,52 @@ trainer.fit(Net(), torch.utils.data.DataLoader(Rows(), 8, num_workers=int("worke
 print("went on")
 """
 
+STARTED = """
+import sys
+import lightning.pytorch as pl
+import torch
+from lightning_pipe import DappleStrategy
 
-def output_of(folder: Path, what: str) -> str:
-    """Run the script with a (mis)behaviour; return what it printed, once every process of it has ended."""
-    (folder / "script.py").write_text(SCRIPT)
+class Counting(torch.utils.data.DataLoader):
+    at = 0
+    def __iter__(self):
+        for self.at, batch in enumerate(super().__iter__()):
+            yield batch
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        pass
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2)))
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def trained(**options):
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+                         enable_progress_bar=False, enable_model_summary=False, **options)
+    net, data = Net(), torch.arange(32.0).reshape(8, 4)
+    trainer.fit(net, Counting(data, 4))
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), trainer
+
+if __name__ == "__main__":
+    options = dict(layout="1-1", microbatches=2, costs="counted", deadline_s=60.0, start_method=sys.argv[1])
+    found, trainer = trained(devices=2, strategy=DappleStrategy(**options))
+    expected, alone = trained(devices=1)
+    torch.testing.assert_close(found, expected)
+    assert trainer.global_step == alone.global_step and trainer.strategy.plan is not None
+    print("went on")
+"""
+
+
+def output_of(folder: Path, what: str, script: str = SCRIPT) -> str:
+    """Run a script with a (mis)behaviour; return what it printed, once every process of it has ended."""
+    (folder / "script.py").write_text(script)
     mark = uuid.uuid4().hex
     command = [sys.executable, "script.py", what]
     environment = {**os.environ, "MARK_OF_TEST": mark, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "2"}
@@ -120,3 +165,14 @@ def test_every_process_of_a_script_ends_and_its_terminal_names_the_rank(what: st
 def test_ranks_are_forked_from_a_notebook_that_has_computed(tmp_path: Path):
     """They waited for ever for threads of OpenMP that only the notebook's process has."""
     assert "went on" in output_of(tmp_path, "computed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_a_script_trains_with_processes_of_every_start_method(method: str, tmp_path: Path):
+    assert "went on" in output_of(tmp_path, method, STARTED)
+
+
+def test_a_strategy_is_told_to_processes_that_are_spawned():
+    strategy = DappleStrategy(layout="1-1", start_method="spawn")
+    assert pickle.loads(pickle.dumps(strategy)).config == strategy.config
