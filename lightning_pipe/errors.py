@@ -121,5 +121,9 @@ class OutOfMemoryError(PipelineError):
     is_complete = False
 
 
+class ShortageError(PipelineError):
+    """Report that this process, or its user, has no more file descriptors, threads or memory to start something."""
+
+
 class AbsentError(PipeError, RuntimeError):
     """Report code that reads or writes values on a rank that does not have them."""

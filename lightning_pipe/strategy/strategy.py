@@ -50,6 +50,7 @@ from lightning_pipe.log_output import show_log
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
+from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.checkpoints.after_exception import (
@@ -325,9 +326,10 @@ class DappleStrategy(ParallelStrategy):
         """Begin to guard this process, for one fit."""
         self.set_world_ranks()
         ranks = self.num_nodes * self.num_processes
-        self._watch = begin_watch(
-            self.global_rank, ranks, deadline_s=self.config.deadline_s, hosts=self.num_nodes, verdict=verdict
-        )
+        with self._shortages_named():
+            self._watch = begin_watch(
+                self.global_rank, ranks, deadline_s=self.config.deadline_s, hosts=self.num_nodes, verdict=verdict
+            )
         return self._watch.guard
 
     def setup_environment(self) -> None:
@@ -345,7 +347,8 @@ class DappleStrategy(ParallelStrategy):
         self._adapt_callbacks(self.lightning_module)
         if not self._stopwatch.is_running:
             self._stopwatch = Stopwatch()
-        self._links = self._connect()
+        with self._shortages_named():
+            self._links = self._connect()
         show_errors(rank=self.global_rank, ranks=self.world_size)  # once more, as torch has set a hook of its own
         self._stopwatch.lap("processes")
         self._feed = Feed(
@@ -387,6 +390,9 @@ class DappleStrategy(ParallelStrategy):
         links = connect_ranks(self._watch, device=self.root_device)
         self._has_met = True
         return links
+
+    def _shortages_named(self) -> contextlib.AbstractContextManager[None]:
+        return shortages_named(f"Rank {self.global_rank}")
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Connections | None]:
@@ -458,7 +464,8 @@ class DappleStrategy(ParallelStrategy):
             self._session.use_optimizers(self.optimizers, are_movable=are_movable)
             self._groups = self._session.groups
             self._stopwatch.lap("optimizers")
-            self._session.look_ahead(trainer)
+            with self._shortages_named():
+                self._session.look_ahead(trainer)
             begin = functools.partial(self._session.begin_loaders, AskedEarly(trainer))
             self._undo.append(private.call_before_training(trainer, begin))
             self._session.expect_readers(readers_of_gradients(trainer, module))

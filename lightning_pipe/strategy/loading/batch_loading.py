@@ -39,6 +39,7 @@ from lightning_pipe.errors import BatchError, PipelineError
 from lightning_pipe.lightning_names import pl_worker_init_function
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.guard.watch import MismatchError, Unwatched
+from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.strategy.loading.announcement import BATCH, END, FAILED, Announcement, checksum
 from lightning_pipe.strategy.loading.known_structures import UNKNOWN, KnownStructures, packed
 from lightning_pipe.strategy.loading.samplers import gather_shards
@@ -121,6 +122,11 @@ class Feed:
     def assigned(self) -> bool:
         """Return whether it is decided who loads."""
         return self._assigned
+
+    @property
+    def rank(self) -> int:
+        """Return this rank."""
+        return self._control.rank
 
     @property
     def source(self) -> int:
@@ -381,7 +387,7 @@ class FedLoader:
         peeked, self.peeked = self.peeked, None
         if peeked is not None:
             return peeked
-        with self.feed.data.while_loading():
+        with self.feed.data.while_loading(), shortages_named(f"A loader of rank {self.feed.rank}"):
             opened: Iterator[Any] = iter(self.loader)
         self.feed.watch.watch_processes(_workers())
         return opened

@@ -25,6 +25,7 @@ from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.guard.client import guard_of_this_process
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.guard.watch import POLL_S, OverdueError, Unwatched, patience_until
+from lightning_pipe.runtime.shortages import shortage
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.transport.process_group import MARGIN_S, process_group_transport
@@ -142,6 +143,8 @@ def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
         try:
             socket.create_connection((address, port), timeout=min(_CONNECT_S, watch.patience.deadline_s)).close()
         except OSError as error:
+            if shortage(error):
+                raise
             if time.monotonic() > end:
                 raise OverdueError(f"nobody listens there after {watch.patience.deadline_s:g} s: {error}") from None
             time.sleep(POLL_S)

@@ -8,6 +8,7 @@ Nobody is killed here before the guards had time to say why.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ from lightning_pipe.errors import PipelineError, UnsupportedError
 from lightning_pipe.lightning_names import ClusterEnvironment
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
+from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads
 from lightning_pipe.strategy.ranks.openmp import release_threads
 from lightning_pipe.strategy.ranks.outcome import handed_over, taken_over
@@ -67,13 +69,24 @@ class GuardedScriptLauncher(ScriptLauncher):
         guard = self._begin()
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            self._start_ranks()
             children = {guard.rank + number: child for number, child in enumerate(self.procs, start=1)}
             guard.watch_children({rank: child.pid for rank, child in children.items()})
             observe = threading.Thread(target=_observe, args=(children, guard), name="children", daemon=True)
             observe.start()
         limit_threads(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def _start_ranks(self) -> None:
+        """Start the other ranks of this host; end those that have been started if one cannot be."""
+        with shortages_named("A rank of this host"), contextlib.ExitStack() as undo:
+            undo.callback(self._end_started)
+            self._call_children_scripts()
+            undo.pop_all()
+
+    def _end_started(self) -> None:
+        for child in self.procs:
+            child.kill()
 
 
 def _observe(children: dict[int, subprocess.Popen[bytes]], guard: GuardClient) -> None:
@@ -123,7 +136,7 @@ class GuardedForkLauncher(ForkLauncher):
             PipelineError: if a rank has died, with what it did last.
         """
         release_threads()
-        with tempfile.TemporaryDirectory(prefix="verdict") as folder:
+        with shortages_named("A rank of this host"), tempfile.TemporaryDirectory(prefix="verdict") as folder:
             verdict = Path(folder, "failure")
             try:
                 guarded = _Guarded(self._begin, self._strategy.on_exception, str(verdict), function)

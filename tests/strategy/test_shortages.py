@@ -1,0 +1,144 @@
+"""Where a process can open or start no more, the start ends at once, with the limit and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_pipe.errors import PipelineError, ShortageError
+from lightning_pipe.runtime.guard.client import GuardClient
+from lightning_pipe.runtime.shortages import shortages_named
+from lightning_pipe.strategy.ranks.connections import join_ranks
+from lightning_pipe.strategy.ranks.launchers import GuardedScriptLauncher
+from ranks.world import Raised, World
+from strategy.fits import dapple, make_trainer
+from strategy.test_data import alone as feed_of_one_rank
+from strategy.test_deaths import alone as watch_of_rank
+
+resource = pytest.importorskip("resource")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
+DEADLINE_S = 60.0
+
+
+class FilesLeft:
+    """Let this process open so many files more, inside."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.limits = number, resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def __enter__(self) -> None:
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + self.number, self.limits[1]))
+
+    def __exit__(self, *_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_with_few_files(left: int) -> None:
+    trainer = make_trainer(dapple(layout="1-1", microbatches=2, deadline_s=DEADLINE_S), max_epochs=1)
+    with FilesLeft(left):
+        trainer.fit(Net(), DataLoader(torch.ones(8, 4), 4))
+
+
+@needs_proc
+@pytest.mark.parametrize("left", [4, 12, pytest.param(24, marks=pytest.mark.slow)])
+def test_ranks_without_descriptors_end_before_the_deadline_and_name_the_limit(left: int) -> None:
+    begin = time.monotonic()
+    results = World(2).results(fit_with_few_files, left)
+    assert time.monotonic() - begin < DEADLINE_S / 2
+    for result in results:
+        assert isinstance(result, Raised) and result.kind == "ShortageError"
+        assert "open files (`ulimit -n`)" in result.text and "Raise that" in result.text
+
+
+@needs_proc
+def test_a_rank_that_cannot_look_for_the_first_one_says_so_at_once() -> None:
+    watch, begin = watch_of_rank(1), time.monotonic()
+    with pytest.raises(OSError, match="Too many open files"), FilesLeft(0):
+        join_ranks(watch, address="127.0.0.1", port=1)
+    assert time.monotonic() - begin < watch.patience.deadline_s
+    watch.close()
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def start(*_: Any, **__: Any) -> None:
+        raise error
+
+    return start
+
+
+NO_THREAD, NO_PROCESS = RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, "no process")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "words"),
+    [
+        (threading.Thread, "start", NO_THREAD, "`ulimit -u`"),
+        (subprocess, "Popen", NO_PROCESS, "`ulimit -u`"),
+        (subprocess, "Popen", OSError(errno.ENOMEM, "no memory"), "`ulimit -v`"),
+        (socket, "socketpair", OSError(errno.EMFILE, "no files"), "`ulimit -n`"),
+    ],
+)
+def test_a_guard_that_cannot_start_names_the_limit(
+    owner: Any, name: str, error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, raising(error))
+    with pytest.raises(ShortageError, match=words), shortages_named("Rank 0"):
+        GuardClient()
+
+
+class NoWorkers:
+    """A loader whose workers cannot be started."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise NO_PROCESS
+
+
+def test_a_loader_without_workers_names_the_limit() -> None:
+    with pytest.raises(ShortageError, match=r"A loader of rank 0 cannot start.*`ulimit -u`"):
+        feed_of_one_rank().wrap(NoWorkers()).open()
+
+
+def test_other_errors_are_left_as_they_are() -> None:
+    for error in (OSError(errno.ECONNREFUSED, "nobody listens"), ValueError("Too many open files"), PipelineError("x")):
+        with pytest.raises(type(error)) as caught, shortages_named("Rank 0"):
+            raise error
+        assert caught.value is error
+
+
+def test_ranks_that_were_started_end_where_another_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
+    launcher = GuardedScriptLauncher(LightningEnvironment(), 3, 1, begin=raising(AssertionError()))
+    launcher.procs = started
+    monkeypatch.setattr(launcher, "_call_children_scripts", raising(NO_PROCESS))
+    with pytest.raises(ShortageError, match="A rank of this host cannot start"):
+        launcher._start_ranks()
+    assert started[0].wait(DEADLINE_S) < 0
+    started[0].stdin.close()
