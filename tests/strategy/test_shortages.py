@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import subprocess
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import PipelineError, ShortageError
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.shortages import shortages_named
-from lightning_pipe.strategy.ranks.connections import join_ranks
+from lightning_pipe.strategy.ranks import connections
 from lightning_pipe.strategy.ranks.launchers import GuardedScriptLauncher
 from ranks.world import Raised, World
 from strategy.fits import dapple, make_trainer
@@ -31,7 +31,6 @@ from strategy.test_data import alone as feed_of_one_rank
 from strategy.test_deaths import alone as watch_of_rank
 
 resource = pytest.importorskip("resource")
-needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="descriptors are counted in /proc")
 DEADLINE_S = 60.0
 
 
@@ -42,11 +41,19 @@ class FilesLeft:
         self.number, self.limits = number, resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def __enter__(self) -> None:
-        used = len(os.listdir("/proc/self/fd")) - 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + self.number, self.limits[1]))
+        free = (number for number in itertools.count() if not is_open(number))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, self.number, None)), self.limits[1]))
 
     def __exit__(self, *_: Any) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 class Net(pl.LightningModule):
@@ -67,7 +74,6 @@ def fit_with_few_files(left: int) -> None:
         trainer.fit(Net(), DataLoader(torch.ones(8, 4), 4))
 
 
-@needs_proc
 @pytest.mark.parametrize("left", [4, 12, pytest.param(24, marks=pytest.mark.slow)])
 def test_ranks_without_descriptors_end_before_the_deadline_and_name_the_limit(left: int) -> None:
     begin = time.monotonic()
@@ -78,11 +84,10 @@ def test_ranks_without_descriptors_end_before_the_deadline_and_name_the_limit(le
         assert "open files (`ulimit -n`)" in result.text and "Raise that" in result.text
 
 
-@needs_proc
 def test_a_rank_that_cannot_look_for_the_first_one_says_so_at_once() -> None:
     watch, begin = watch_of_rank(1), time.monotonic()
     with pytest.raises(OSError, match="Too many open files"), FilesLeft(0):
-        join_ranks(watch, address="127.0.0.1", port=1)
+        connections.join_ranks(watch, address="127.0.0.1", port=1)
     assert time.monotonic() - begin < watch.patience.deadline_s
     watch.close()
 
@@ -142,3 +147,22 @@ def test_ranks_that_were_started_end_where_another_cannot_be(monkeypatch: pytest
         launcher._start_ranks()
     assert started[0].wait(DEADLINE_S) < 0
     started[0].stdin.close()
+
+
+def connect_after_failing() -> str:
+    """Fail to open connections, and try again in the next session of the same guard; return what that says."""
+    watch = watch_of_rank(0)
+    watch.guard.has_met = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "process_group_transport", raising(RuntimeError("connection closed")))
+        for _ in range(2):
+            watch.guard.begin(0, watch.patience.limits)
+            with pytest.raises(RuntimeError) as caught:
+                connections.connect_ranks(watch, device=torch.device("cpu"))
+    watch.close()
+    return str(caught.value)
+
+
+def test_a_fit_after_one_that_could_not_connect_says_so() -> None:
+    (said,) = World(1).run(connect_after_failing)
+    assert "an earlier fit could not open the connections between ranks; start the script again" in said

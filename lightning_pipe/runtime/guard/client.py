@@ -41,13 +41,14 @@ class GuardClient:
         page: where this rank says what it does.
         heard: set once a rank has failed in this session.
         has_met: whether the guards of all ranks are connected.
+        unopened: what ranks could not open together, in this session or an earlier one; "" if they could.
     """
 
     def __init__(self, *, verdict: str = "") -> None:
         self.page = SharedPage()
         self.heard = threading.Event()
         self.owner = os.getpid()
-        self.has_met = False
+        self.has_met, self.unopened = False, ""
         self.rank, self.session = 0, 0
         self._failure: Failure | None = None
         self._on_failure: Callable[[], None] = lambda: None

@@ -102,10 +102,12 @@ class GuardedWatch:
     def opening(self, what: str) -> Iterator[None]:
         """Surround something that other ranks must join and that cannot look up; errors of it are those of a peer."""
         self._depth += 1
+        unopened, self.guard.unopened = self.guard.unopened, what
         try:
             with self.limited(what):
                 self.raise_failure()
                 yield
+            self.guard.unopened = unopened
         except PipelineError:
             raise
         except RuntimeError as error:

@@ -218,9 +218,28 @@ def connect_ranks(watch: GuardedWatch, *, device: torch.device) -> Connections:
     Args:
         watch: over this rank; who has begun it ends it.
         device: of the messages of programs.
+
+    Raises:
+        PipelineError: if that is impossible since an earlier fit of this process could not open its connections.
     """
+    what, unopened = "the connections between ranks", watch.guard.unopened
+    advice = f"an earlier fit could not open {unopened}; start the script again"
+    try:
+        links = _connected(watch, f"{what} ({advice})" if unopened else what, device)
+    except RuntimeError as error:
+        if not unopened or isinstance(error, PipelineError):
+            raise
+        raise PipelineError(
+            f"Rank {watch.rank} cannot connect with the others again: {advice}, as ranks have ended or count their "
+            f"groups otherwise. `ckpt_path=` goes on from a checkpoint. ({error})"
+        ) from error
+    watch.guard.unopened = ""
+    return links
+
+
+def _connected(watch: GuardedWatch, what: str, device: torch.device) -> Connections:
     deadline_s = watch.patience.deadline_s
-    with watch.opening("the connections between ranks"):
+    with watch.opening(what):
         assert dist.group.WORLD is not None, "torch.distributed is initialised"
         meet_guards(watch, dist.group.WORLD.get_group_store(), start=time.monotonic())
         transport = process_group_transport(device, deadline_s=deadline_s)
