@@ -130,9 +130,6 @@ class PlanMaker:
         log.info("Capturing %s.", call.method)
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
         captured = self._preparation.capture(call, samples, reason=reason)
-        is_open = self._cuts.given is None and self._config.microbatches is None
-        if is_open and not self._cuts.can_cut(call.structure):
-            captured = captured.left_whole(self._cuts.uncut(call.structure))
         if call.method == TRAINING and captured.capture.plays is None:
             self._preparation.whole = captured.capture.whole  # also for batches of other sizes
         return captured
@@ -180,6 +177,8 @@ class PlanMaker:
             nonlocal problem, wanted
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
+            if captured.capture.whole:  # replicas share no samples, so they take turns
+                problem = replace(problem, graph=replace(graph, coupled=tuple(node.name for node in graph.nodes)))
             try:
                 wanted = self._wanted(captured)
                 candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
@@ -303,7 +302,8 @@ class PlanMaker:
         whole = captured.capture.whole
         if not whole:
             return self._config
-        warn_of_whole_batches(captured.request.method, whole)
+        if self._config.microbatches != 1:
+            warn_of_whole_batches(captured.request.method, whole)
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:

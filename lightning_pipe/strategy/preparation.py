@@ -160,11 +160,12 @@ class Preparation:
         """
         if self._later is not None:
             self._later.settle()
-        traced = (max(2, samples) if symbolic else samples) if self.cuts.can_cut(call.structure) else None
+        is_cut = self.cuts.can_cut(call.structure)
+        traced = (max(2, samples) if symbolic else samples) if is_cut else None
         captured = self._capture.capture(
             call, traced, symbolic=symbolic, lengths=lengths, reason=reason, answered=answered
         )
-        return self._as_measured(captured)
+        return self._as_measured(captured if is_cut else captured.left_whole(self.cuts.uncut(call.structure)))
 
     def captured(self, call: StepRequest, samples: int) -> Captured:
         """Capture a step so that a batch of this size can be cut.

@@ -83,9 +83,9 @@ def tools(limit_bytes: int = GIGABYTE) -> Tools:
 def test_every_operation_of_a_module_of_the_zoo_can_be_timed(name, caplog):
     module, batch = made(name)
     capture = captured(module, batch, sizes_of(batch)).capture
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO, logger="lightning_pipe"):
         profile = profile_capture(capture, device=CPU, sizes=(2, 3))
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
+    assert "made-up inputs" not in caplog.text
     assert profile.graph == capture.graph.fingerprint
     pairs = zip(capture.graph.operations, profile.seconds, strict=True)
     timeless = [operation.name for operation, seconds in pairs if min(seconds) <= 0 and not operation.adds_terms]
@@ -294,11 +294,13 @@ def test_made_up_tensors_have_type_shape_and_strides_and_moderate_numbers(dtype,
         assert float(made.abs().min()) > 1e-30 and float(made.abs().max()) < 2, "no denormals, no overflow"
 
 
-def test_a_call_that_cannot_be_run_is_said_once_and_has_no_time(caplog):
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, TypeError])
+def test_a_call_that_cannot_be_run_is_said_once_and_has_no_time(error, caplog):
+    caplog.set_level(logging.INFO, logger="lightning_pipe")
     course = course_of(deep_capture(2))
 
     def broken(*_):
-        raise RuntimeError("no kernel")
+        raise error("no kernel")
 
     for item in course.items:
         if item.call.signature.startswith("aten.relu"):
@@ -308,6 +310,29 @@ def test_a_call_that_cannot_be_run_is_said_once_and_has_no_time(caplog):
     assert caplog.text.count("no kernel") == 1
     failed = {course.items[i].call.signature.partition(".default")[0] for i, s in enumerate(seconds) if s != s}
     assert failed == {"aten.relu"}
+
+
+class FeaturesAmongTokens(pl.LightningModule):
+    """Made-up inputs have more tokens for images than features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.last = nn.Embedding(20, 8), nn.Linear(8, 4)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        tokens, features = batch
+        places = (tokens == 0).unsqueeze(-1).expand(-1, -1, 8)
+        return self.last(self.tokens(tokens).masked_scatter(places, features)).square().mean()
+
+
+def test_what_does_not_run_on_made_up_inputs_is_estimated(caplog):
+    caplog.set_level(logging.INFO, logger="lightning_pipe")
+    _, structure = flatten([torch.zeros(4, 12, dtype=torch.long), torch.zeros(4, 1, 8)])
+    capture = capture_step(Request(FeaturesAmongTokens().train(), "training_step", structure, samples=4))
+    profile = profile_capture(capture, device=CPU, sizes=(4,))
+    scatters = [o for o, operation in enumerate(capture.graph.operations) if "masked_scatter" in operation.op]
+    assert scatters and all(profile.seconds[o][0] > 0 for o in scatters)
+    assert "its time is estimated" in caplog.text and "timed one by one only" in caplog.text
 
 
 def test_windows_lie_at_cuts_and_the_cost_model_runs_the_same_operations():

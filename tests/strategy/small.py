@@ -126,7 +126,8 @@ def assert_alike(found: Any, expected: Any) -> None:
 def assert_as_on_one_device(function: Callable[..., tuple[Any, ...]], name: str, options: dict[str, Any]) -> None:
     """Compare what a worker function that calls `run` returns on every rank with that of one device."""
     losses, noted, metrics, parameters = function(name, None)
-    for found in World(sum(map(int, options["layout"].split("-")))).run(function, name, options):
+    layout = options.get("layout", "1-1")
+    for found in World(sum(map(int, layout.split("-")))).run(function, name, options):
         assert found[0] == pytest.approx(losses, rel=1e-9)
         assert_alike(found[1], noted)
         assert found[2] == pytest.approx(metrics, rel=1e-6)

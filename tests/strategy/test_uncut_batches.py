@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_pipe.capture import flatten
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.strategy import plan_maker
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from strategy.small import Small, assert_as_on_one_device, run, samples
 
@@ -78,6 +80,22 @@ class OfObjects(OfGraphs):
         return super().loss(batch.batch)
 
 
+class Boxes(Small):
+    """Lists of images, and of boxes of which images have unequal numbers."""
+
+    @staticmethod
+    def data() -> DataLoader[Any]:
+        def collated(found: list[Any]) -> dict[str, list[torch.Tensor]]:
+            return {"x": [x for x, _ in found], "boxes": [x[: 1 + int(y)] for x, y in found]}
+
+        return DataLoader(samples(), 4, collate_fn=collated)
+
+    def loss(self, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        found = self(torch.stack(batch["x"])).sum(1)
+        terms = [(found[k] - boxes).square().sum() for k, boxes in enumerate(batch["boxes"])]
+        return torch.stack(terms).sum() / len(terms)
+
+
 class OnlyInValidation(OfGraphs):
     data = staticmethod(Small.data)
 
@@ -100,7 +118,7 @@ class Later(Small):
         return F.cross_entropy(self(batch["x"]), batch["y"]) * batch["others"].mean()
 
 
-KINDS = {one.__name__: one for one in (OfGraphs, OfObjects, OnlyInValidation, Later)}
+KINDS = {one.__name__: one for one in (OfGraphs, OfObjects, Boxes, OnlyInValidation, Later)}
 
 
 def fit(kind: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
@@ -114,6 +132,27 @@ def test_they_are_left_whole(kind: str, capture: str) -> None:
     assert_as_on_one_device(fit, kind, {"layout": "1-1", "capture": capture})
 
 
+def fit_with_planned(kind: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Fit one of them with a layout that the planner chooses, and up to 4 micro-batches; a worker function."""
+    if options is None:
+        return fit(kind, None)
+    propose, (layout, others) = plan_maker.propose, (options["layout"], {**options, "layout": None})
+
+    def chosen(problem: Any, config: DappleConfig, **given: Any) -> Any:
+        return propose(problem, replace(config, layout=layout, microbatches=config.microbatches or 4), **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_maker, "propose", chosen)
+        return fit(kind, others)
+
+
+@pytest.mark.parametrize("capture", ["auto", "replay"])
+@pytest.mark.parametrize("layout", ["2", "1-1"])
+@pytest.mark.parametrize("kind", ["Boxes", "Later"])
+def test_they_train_by_whatever_plan_is_made(kind: str, layout: str, capture: str) -> None:
+    assert_as_on_one_device(fit_with_planned, kind, {"layout": layout, "check": True, "capture": capture})
+
+
 @pytest.mark.parametrize(
     ("options", "stages", "is_whole"),
     [
@@ -122,11 +161,11 @@ def test_they_are_left_whole(kind: str, capture: str) -> None:
         ({"microbatches": 2}, None, False),
         ({"layout": "2"}, None, False),
         ({}, [1, 1], True),
-        ({}, [2, 1], False),
+        ({}, [2, 1], True),
         ({"microbatches": 4}, [1, 1], False),
     ],
 )
-def test_they_are_not_where_the_user_or_replicas_need_parts(
+def test_they_are_not_where_the_user_wants_parts(
     options: dict[str, Any], stages: list[int] | None, is_whole: bool
 ) -> None:
     cuts = BatchCuts(DappleConfig(**options))

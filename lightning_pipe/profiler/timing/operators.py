@@ -33,7 +33,9 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.stages.operation_calls import operator_calls
 from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.collection import without_collection
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
+from lightning_pipe.cost.counted import counted
 from lightning_pipe.profiler.cache import Timing, Timings, digest, load_timings, store_timings
 from lightning_pipe.profiler.devices import device_kind
 from lightning_pipe.profiler.timing.arguments import Maker
@@ -208,9 +210,14 @@ class Operators:
         by_name = {name: timings[digest(name)].seconds for name in course.signatures}
         graph = self._capture.graph
         seconds = [0.0] * len(graph.operations)
+        untimed: set[int] = set()
         for name, operation in course.charges():
-            if not math.isnan(by_name[name]):
+            if math.isnan(by_name[name]):
+                untimed.add(operation)
+            else:
                 seconds[operation] += by_name[name]
+        if untimed:
+            seconds = _with_estimates(seconds, untimed, graph, samples)
         if fusion is not None:
             both = zip(graph.operations, seconds, strict=True)
             return [own * fusion.of(operation) if is_fused(operation) else own for operation, own in both]
@@ -219,6 +226,19 @@ class Operators:
             max(own + glue.of(operation.phase), _LEAST_SHARE * own) if own else 0.0
             for operation, own in zip(graph.operations, seconds, strict=True)
         ]
+
+
+def _with_estimates(seconds: list[float], untimed: set[int], graph: Graph, samples: int) -> list[float]:
+    """Return the seconds of all operations: those that cannot be timed take what is counted, at the pace of others."""
+    profile = counted(graph)
+    counts = [profile.operation_s(operation, samples) for operation in range(len(seconds))]
+    counted_s = sum(count for operation, count in enumerate(counts) if operation not in untimed)
+    timed_s = sum(own for operation, own in enumerate(seconds) if operation not in untimed)
+    pace = timed_s / counted_s if timed_s and counted_s else 1.0
+    return [
+        max(own, pace * count) if operation in untimed else own
+        for operation, (own, count) in enumerate(zip(seconds, counts, strict=True))
+    ]
 
 
 def _joint(capture: Capture, samples: int) -> JointGraph:

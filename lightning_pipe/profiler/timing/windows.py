@@ -12,6 +12,7 @@ Windows lie spread over the graph. One that needs more memory than the limit, or
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from bisect import bisect_left
@@ -29,6 +30,8 @@ from lightning_pipe.cost.stage import Cutter
 from lightning_pipe.profiler.timing.arguments import bytes_of
 from lightning_pipe.profiler.timing.op_sequence import Course
 from lightning_pipe.profiler.timing.timed_run import Tools, Walk
+
+log = logging.getLogger(__name__)
 
 _WINDOWS = 3
 _OPERATIONS = 200  # of a window, about, forward and backward: what a call takes once is lost among so many
@@ -92,8 +95,7 @@ class Windows:
     ) -> list[WindowRun]:
         """Run a window again and again, and return all runs but the first.
 
-        None of functions that have no room here, or take too long, or that divide by zero with so few samples, as
-        deviations do.
+        None of functions that have no room here, or take too long, or that do not run on made-up inputs.
 
         Args:
             stages: of the step, cut at `bounds`.
@@ -105,9 +107,14 @@ class Windows:
         """
         beside = _Beside(stages[self.stage(window)], course, samples, tools)
         operations = {*self.forward(window), *self.backward(window)}
+        if not beside.fits():
+            return []
         try:
-            return beside.runs(operations, longest_s) if beside.fits() else []
-        except ZeroDivisionError:
+            return beside.runs(operations, longest_s)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # what kernels of the user raise where numbers are made up
+            log.info("%d operations are timed one by one only; together, on made-up inputs: %r", len(operations), error)
             return []
 
 

@@ -55,8 +55,8 @@ class BatchCuts:
         return next((leaf.shape[dim] for leaf in structure.leaves if len(leaf.shape) > dim), 1)
 
     def can_cut(self, structure: Structure) -> bool:
-        """Return whether batches like this can be cut; others are left whole where nobody asks to cut them."""
-        return not self._leaves_batches_whole or not self.uncut(structure)
+        """Return whether batches like this are cut; others are left whole where the user does not ask to cut them."""
+        return self._is_told_to_cut or not self.uncut(structure)
 
     def uncut(self, structure: Structure) -> str:
         """Return why batches like this cannot be cut, in words after "since"; "" if they can."""
@@ -103,8 +103,7 @@ class BatchCuts:
         return max(microbatch_sizes(samples, self.wanted_microbatches))
 
     @property
-    def _leaves_batches_whole(self) -> bool:
-        wanted = self._config.microbatches if self.given is None else self.given.microbatches
-        plan = self.plan or self.given
-        alone = set(self._config.replicas or (1,)) if plan is None else {len(stage.ranks) for stage in plan.stages}
-        return wanted in (None, 1) and alone == {1}
+    def _is_told_to_cut(self) -> bool:
+        """Return whether the user wants micro-batches or replicas; replicas of a plan made here can take turns."""
+        stages = self._config.replicas or () if self.given is None else [len(s.ranks) for s in self.given.stages]
+        return self.wanted_microbatches > 1 or any(replicas > 1 for replicas in stages)
