@@ -476,6 +476,27 @@ def test_an_attribute_that_somebody_sets_between_steps_is_seen():
     assert "temperature" in captured.changed(NOW)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda self, error, nan: torch.where(error > 9e9, error.new_tensor(nan), error),
+        lambda self, error, nan: torch.where(error > 9e9, torch.tensor([nan, 1j * nan]).real.sum(), error),
+        lambda self, error, nan: self.log("worst", nan) or error,
+        lambda self, error, nan: {"loss": error, "worst": nan},
+        lambda self, error, nan: error * (1.0 if np.isnan(self.worst) else 2.0),
+    ],
+)
+def test_not_a_number_is_a_constant_like_any_other(use):
+    def body(self, batch, batch_idx):
+        return use(self, self.error(batch), float("nan"))
+
+    module = step(body)()
+    module.worst = np.float32("nan")
+    captured = capture(module)
+    module.worst = np.float32("nan")
+    assert not captured.changed(NOW)
+
+
 def test_attributes_that_the_step_does_not_read_may_change():
     module = Plain()
     module.best = 0.0

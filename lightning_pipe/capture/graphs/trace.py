@@ -23,6 +23,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sizes_read import SizeDependentError, follow_sizes, sizes_in_texts
 from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
+from lightning_pipe.capture.python.places import same
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import (
@@ -363,7 +364,7 @@ def _leaves(call: LogCall | ObjectCall) -> Iterator[Any]:
 
 
 def _changes(one: Any, two: Any) -> bool:
-    return isinstance(one, _NUMBERS) and isinstance(two, _NUMBERS) and one != two
+    return isinstance(one, _NUMBERS) and isinstance(two, _NUMBERS) and one != two and not same(one, two)
 
 
 def real_answers(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:

@@ -71,8 +71,10 @@ def _describe(value: Any) -> Any:
         return tuple((key, _describe(item)) for key, item in value.items())
     if is_tracked(value):
         return ("tracked", value.expression)
+    if isinstance(value, np.number | np.bool_):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
+        return value if value == value else repr(value)  # not-a-number equals itself here
     if isinstance(value, torch.dtype | torch.device):
         return str(value)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -16,9 +16,23 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+SCALARS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    np.number,
+    np.bool_,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 
 Path: TypeAlias = tuple[tuple[str, Any], ...]
 

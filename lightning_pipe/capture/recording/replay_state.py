@@ -56,7 +56,7 @@ def same_content(one: Any, two: Any) -> bool:
         same = one.shape == two.shape and one.dtype == two.dtype
         return same and bool(torch.equal(one, two) or torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
     if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
-        return bool(np.array_equal(one, two))
+        return bool(np.array_equal(one, two, equal_nan=one.dtype.kind in "fc" and two.dtype.kind in "fc"))
     if type(one) is not type(two):
         return False
     if isinstance(one, Mapping):

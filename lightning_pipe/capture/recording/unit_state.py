@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.places import ABSENT, Path, follow
+from lightning_pipe.capture.python.places import ABSENT, Path, follow, same
 from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.steps.metric_result import is_result
@@ -75,18 +75,13 @@ class Held:
     def changed_since(self, before: Held) -> list[str]:
         """Return the names of what is not as it was."""
         old, new = before.content, self.content
-        changed = [name for name in new if name not in old or not _same(new[name], old[name])]
+        changed = [name for name in new if name not in old or not same(new[name], old[name])]
         kept = [name for name, items in self.inside.items() if not _same_items(items, before.inside.get(name, items))]
         return [*changed, *(name for name in kept if name not in changed), *(name for name in old if name not in new)]
 
 
-def _same(one: Any, two: Any) -> bool:
-    scalars = (bool, int, float, str)
-    return one is two or (isinstance(one, scalars) and type(one) is type(two) and one == two)
-
-
 def _same_items(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
-    return len(one) == len(two) and all(map(_same, one, two))
+    return len(one) == len(two) and all(map(same, one, two))
 
 
 def prefixed_owners(module: pl.LightningModule) -> list[tuple[str, nn.Module]]:

@@ -297,7 +297,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
     template = _portable(first.template)
     outputs = [_output(request, runs, k, i) for i in range(len(first.outputs))]
     understood = all(seen.is_understood for seen in (first, *others)) and template is not None
-    same = all(_equal(seen.template, first.template) and len(seen.outputs) == len(outputs) for seen in others)
+    same = all(same_content(seen.template, first.template) and len(seen.outputs) == len(outputs) for seen in others)
     names, buffers = canonical_names(request.module), {name for name, _ in request.module.named_buffers()}
     mutated = dict.fromkeys(name for one in runs for name in one.mutated.get(k, ()))
     module = request.module.get_submodule(first.path)
@@ -348,10 +348,3 @@ def _portable(template: Any) -> Any:
     except Exception:  # whatever an object's own way to be pickled raises
         return None
     return template
-
-
-def _equal(one: Any, two: Any) -> bool:
-    try:
-        return bool(one == two)
-    except Exception:  # comparing arrays, or whatever an object's own `==` raises
-        return False

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from lightning_pipe.capture.python.places import same
 from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Sized
 from lightning_pipe.capture.steps.trees import branches, rebuilt
 from lightning_pipe.errors import CaptureError
@@ -73,7 +74,7 @@ def of_samples(values: Sequence[Any], counts: Sequence[int], where: str) -> Any:
         both = [key for key in inside if all(key in other for other in others)]
         found = {key: of_samples([other[key] for other in others], counts, where) for key in both}
         return rebuilt(first, {**inside, **found})
-    if isinstance(first, bool) or not isinstance(first, int | float) or all(value == first for value in values):
+    if isinstance(first, bool) or not isinstance(first, int | float) or all(same(value, first) for value in values):
         return first
     return _line(values, counts, where)
 
