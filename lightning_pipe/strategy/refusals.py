@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_pipe.capture import Route
+from lightning_pipe.capture.steps.batch import is_dense
 from lightning_pipe.capture.torch_private import has_backward_hooks_on_all, is_compiled, looks_for_overflow
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.program import Layout
@@ -84,7 +86,7 @@ def refuse_parts(module: pl.LightningModule) -> None:
     """Check the sub-modules and parameters of the module once it is complete.
 
     Raises:
-        UnsupportedError: naming a parameter without values, or a sub-module of TorchScript.
+        UnsupportedError: naming a parameter without values, a sub-module of TorchScript, or a sparse tensor.
     """
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.ScriptModule):
@@ -92,6 +94,13 @@ def refuse_parts(module: pl.LightningModule) -> None:
                 f"{path} of {type(module).__name__} is TorchScript ({child.original_name}), which cannot be cut into "
                 "stages: its parameters cannot be exchanged. Use the module that it was made of; "
                 "compile=True of the strategy compiles it."
+            )
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if not is_dense(tensor):
+            raise UnsupportedError(
+                f"{name} of {type(module).__name__} has the layout {tensor.layout}, and ranks exchange plain tensors "
+                "only. Register its indices and values instead, and make it of them in the step: "
+                "torch.sparse_coo_tensor(self.indices, self.values, size)."
             )
     lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
     for name in [*lazy, *without_origin(module)]:

@@ -40,6 +40,9 @@ MODULES = {
     "`dataloader_iter`": lambda: of_class(training_step=lambda self, dataloader_iter: None),
     "no values": lambda: changed(lambda m: setattr(m, "head", nn.Linear(12, 7, device="meta"))),
     "head of .* is TorchScript": lambda: changed(lambda m: setattr(m, "head", torch.jit.script(nn.Linear(12, 7)))),
+    "adjacency of .* has the layout torch.sparse_coo": lambda: changed(
+        lambda m: m.register_buffer("adjacency", torch.eye(3).to_sparse())
+    ),
     "is on the meta device, or lazy": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
 }
 CALLBACKS = {
@@ -62,6 +65,17 @@ def test_a_module_that_cannot_work_is_refused(words: str) -> None:
 def test_a_callback_that_needs_the_whole_module_is_refused(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"The callback {name} "):
         fit(make_module(NAME), callbacks=[CALLBACKS[name]()])
+
+
+def as_jagged(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("collate", [as_jagged, lambda samples: torch.stack(samples).to_sparse()])
+def test_a_batch_that_holds_no_plain_tensors_is_refused(collate: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    loader = torch.utils.data.DataLoader([torch.ones(n, 4) for n in (2, 2)], 2, collate_fn=collate)
+    with pytest.raises(TypeError, match="Let the collate function return plain tensors"):
+        make_trainer(dapple(), max_epochs=1).fit(make_module(NAME), loader)
 
 
 def test_unknown_options_are_refused_with_a_hint() -> None:

@@ -116,7 +116,7 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
     """Split a batch into its tensors and its structure.
 
     Raises:
-        TypeError: if it holds a packed sequence, which cannot be built from slots.
+        TypeError: if it holds what is no plain tensor and cannot be sent as one: packed, nested or sparse.
     """
     tensors: list[torch.Tensor] = []
 
@@ -126,11 +126,22 @@ def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:
                 "The batch holds a PackedSequence, whose samples lie in no rows of their own. Let the collate function "
                 "return padded tensors and their lengths, and call pack_padded_sequence in the step."
             )
+        if not is_dense(leaf):
+            raise TypeError(
+                f"The batch holds a tensor of the layout {leaf.layout}, whose samples lie in no rows of their own. Let "
+                "the collate function return plain tensors (values with offsets, or with indices), and make a nested "
+                "or sparse tensor of them in the step."
+            )
         tensors.append(leaf)
         return LeafSlot(len(tensors) - 1)
 
     template = apply_to_collection(batch, (torch.Tensor, PackedSequence), take)
     return tensors, Structure(template, tuple(Leaf(tuple(t.shape), t.dtype) for t in tensors))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain memory with shape and strides: not sparse, nested or of a library's layout."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def with_rows(template: Any, total: int, rows: range) -> Any:
