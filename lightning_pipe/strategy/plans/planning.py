@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
+from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
@@ -134,14 +135,15 @@ def check_samples(microbatches: int, samples: int) -> None:
 
 
 def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut another graph of the module so that, where possible, every stage finds the parameters that it holds.
+    """Cut another graph of the module where it can be, so that stages find parameters that they hold as far as possible.
 
     Args:
         graph: the graph to be cut; some stages may have no work in it.
         planned: the graph that was cut by the plan.
         cuts: its cuts.
     """
-    starts = [0, *transfer_cuts(planned, cuts, graph).cuts]
+    found = transfer_cuts(planned, cuts, graph).cuts
+    starts = [0, *moved(found, count=len(graph.nodes), forbidden=graph.uncuttable)]
     ends = [*starts[1:], len(graph.nodes)]
     working = next((s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end), 0)
     starts[1 : working + 1] = [ends[working]] * working  # batches are loaded by stage 0, so it always has work
