@@ -63,8 +63,8 @@ class Plays(Protocol):
         """Have `requires_grad` as the step has left it where it came to its end, and hooks as one play has."""
         ...
 
-    def late_buffers(self) -> Mapping[str, int]:
-        """Return how many plays of the batch have changed a buffer that the traced run has not."""
+    def late_changes(self) -> Mapping[str, int]:
+        """Return, by name, how many plays of the batch have changed what the traced run has not: buffers, attributes."""
         ...
 
     def leave_whole(self, reason: str) -> None:

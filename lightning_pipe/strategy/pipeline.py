@@ -153,6 +153,10 @@ class Pipeline:
             before.restore()
             step, sizes = self._replayed(call, samples, f"it lets {new[0]} be trained")
             ran = self._run(step, sizes, call, turn)
+        if before is not None and ran.is_unlike_trace:
+            before.restore()
+            step, sizes = self._replayed(call, samples, "it changes state that it did not change before")
+            ran = self._run(step, sizes, call, turn)
         if before is not None and step.capture.plays is not None:
             before.forget_frozen()  # which stages that do not come to the end of the step have not heard in time
         guard = wrong_answer(ran.record, ran.values) if before is not None else None

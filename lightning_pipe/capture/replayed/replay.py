@@ -277,8 +277,8 @@ class Replay:
         if self._now.left_hooks is not None:
             self._now.left_hooks.restore()
 
-    def late_buffers(self) -> Mapping[str, int]:
-        """Return how many plays have changed a buffer since `begin` that the traced run has not."""
+    def late_changes(self) -> Mapping[str, int]:
+        """Return, by name, how many plays since `begin` have changed what the traced run has not: buffers, attributes."""
         return dict(self._now.late)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:

@@ -41,7 +41,7 @@ class BatchContext:
         trained: which parameters were to get gradients before the batch.
         hooks: of modules before the batch.
         left_hooks: of modules after the last play, if they were others.
-        late: how many plays have changed a buffer that the traced run has not.
+        late: how many plays have changed a buffer or an attribute that the traced run has not.
     """
 
     arguments: tuple[int, ...]

@@ -125,7 +125,8 @@ class Runner:
                 )
                 values = {**values, **said}
                 self._warn_of_unknown(unknown)
-            self._warn_of_late_buffers(plays.late_buffers(), call.method, program.layout)
+            if not training:  # else the step is traced again
+                self._warn_of_late_changes(plays.late_changes(), call.method, program.layout)
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
@@ -144,6 +145,7 @@ class Runner:
             collected.votes["stop"] > 0,
             differing,
             lasts,
+            collected.votes["late"] > 0,
         )
 
     def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:
@@ -189,7 +191,7 @@ class Runner:
                 self._bent = True
                 rank_zero_warn(_bent_loss(derived.line, f"its loss is {whole:.6g}, and they make it {parts:.6g}, as "))
 
-    def _warn_of_late_buffers(self, late: Mapping[str, int], method: str, layout: Layout) -> None:
+    def _warn_of_late_changes(self, late: Mapping[str, int], method: str, layout: Layout) -> None:
         """Warn once where plays change a buffer as one device does not: once each, or every replica its own."""
         new = {name: plays for name, plays in late.items() if name not in self._late}
         self._late |= {*new}
@@ -249,7 +251,9 @@ class Runner:
         results = list[Walk[Collected]]()
 
         def collect(pieces: Pieces) -> None:
-            votes = {"stop": float(turn.stop())}
+            plays = step.capture.plays
+            late = plays is not None and bool(plays.late_changes())
+            votes = {"stop": float(turn.stop()), "late": float(late)}
             results.append(step.results.collect(program, pieces, step.names, votes=votes))
 
         run = partial(

@@ -100,6 +100,7 @@ class StepResult:
         stop: whether any rank was asked to stop when it had run its forwards.
         differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
         lasts: whether that may be so in every batch.
+        is_unlike_trace: whether a play on any rank has changed what the traced run has not: a buffer, an attribute.
     """
 
     record: StepRecord
@@ -114,6 +115,7 @@ class StepResult:
     stop: bool = False
     differing: str = ""
     lasts: bool = True
+    is_unlike_trace: bool = False
 
     @property
     def is_skipped(self) -> bool:
