@@ -64,7 +64,7 @@ class Plays(Protocol):
         ...
 
     def late_changes(self) -> Mapping[str, int]:
-        """Return, by name, how many plays of the batch have changed what the traced run has not: buffers, attributes."""
+        """Return, by name, how many plays of the batch have changed state that the traced run has not."""
         ...
 
     def leave_whole(self, reason: str) -> None:

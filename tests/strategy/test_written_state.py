@@ -165,10 +165,16 @@ def test_what_a_replayed_step_writes_in_later_batches_only_is_that_of_one_device
         torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
+class Deep(ReadAhead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Sequential(*(nn.Linear(8, 8).double() for _ in range(4)))
+
+
 def test_a_later_graph_is_cut_where_its_state_allows() -> None:
     """The cut of the first batch lay between where a buffer is read and where it is written, and ended the training."""
-    expected = fit(ReadAhead, None)
-    for found in World(2).run(fit, ReadAhead, {"layout": "1-1", "microbatches": 1}):
+    expected = fit(Deep, None)
+    for found in World(2).run(fit, Deep, {"layout": "1-1", "microbatches": 1}):
         torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 

@@ -278,7 +278,7 @@ class Replay:
             self._now.left_hooks.restore()
 
     def late_changes(self) -> Mapping[str, int]:
-        """Return, by name, how many plays since `begin` have changed what the traced run has not: buffers, attributes."""
+        """Return, by name, how many plays since `begin` have changed state that the traced run has not."""
         return dict(self._now.late)
 
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:

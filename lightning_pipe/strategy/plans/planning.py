@@ -135,7 +135,7 @@ def check_samples(microbatches: int, samples: int) -> None:
 
 
 def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """Cut another graph of the module where it can be, so that stages find parameters that they hold as far as possible.
+    """Cut another graph of the module where its state allows; stages find parameters that they hold where possible.
 
     Args:
         graph: the graph to be cut; some stages may have no work in it.
