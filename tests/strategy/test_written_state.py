@@ -62,6 +62,15 @@ class OfBank(Net):
         return loss
 
 
+class NotDetached(Net):
+    """What it keeps has a gradient, of which the loss knows nothing."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.one(batch)
+        self.average += hidden.sum(0)
+        return self.two(torch.tanh(hidden)).square().mean()
+
+
 class OfAnotherForm(Net):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.average.data = self.average.data.float()
@@ -93,7 +102,7 @@ def fit(kind: type[Net], options: dict[str, Any] | None) -> tuple[list[float], d
     data = torch.randn(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     strategy = "auto" if options is None else dapple(**options)
     make_trainer(strategy, max_epochs=2, callbacks=[seen]).fit(module, DataLoader(data, batch_size=4))
-    return seen.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return seen.losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 @pytest.mark.sampled
@@ -111,12 +120,29 @@ def test_a_backward_reads_what_the_step_has_read_and_not_what_it_assigns() -> No
     torch.testing.assert_close(found, fit(OfBank, None), rtol=ROUNDING, atol=ROUNDING)
 
 
-@pytest.mark.parametrize(("kind", "capture"), [(OfTeacher, "joint"), (OfTeacher, "replay"), (OfBuffer, "replay")])
+@pytest.mark.parametrize(
+    ("kind", "capture"), [(OfTeacher, "joint"), (NotDetached, "joint"), (OfTeacher, "replay"), (OfBuffer, "replay")]
+)
 def test_it_is_assigned_once_per_batch(kind: type[Net], capture: str) -> None:
     """A replayed step that keeps what depends on the samples takes whole batches; it assigned once per micro-batch."""
     expected = fit(kind, None)
     found = fit(kind, {"layout": "1", "microbatches": 4, "capture": capture})
     torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+class KeptByHook(Net):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.one(batch)
+        hidden.register_hook(self.keep)
+        return self.two(torch.tanh(hidden)).square().mean()
+
+    def keep(self, gradient: torch.Tensor) -> None:
+        self.average += gradient.norm()
+
+
+def test_a_buffer_that_a_hook_on_a_gradient_changes_is_named() -> None:
+    with pytest.raises(CaptureError, match="its backward writes to a tensor that is kept"):
+        fit(KeptByHook, {"capture": "joint"})
 
 
 def test_data_of_another_form_is_refused() -> None:

@@ -304,6 +304,8 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     first = (str(error).strip().splitlines() or [""])[0][:300].rstrip(".")
     if data := depends_on_data(error):
         return hazard(data, line)
+    if _WRITES_IN_BACKWARD in first:
+        return hazard("its backward writes to a tensor that is kept (a hook on a gradient, say)", line)
     if _SWITCHES in first:
         return CaptureError(
             f"{request.method} switches requires_grad of a parameter{at(line)}, on which its graph would depend. Where "
@@ -313,6 +315,7 @@ def _explain(error: Exception, step: StepFunction, request: Request) -> CaptureE
     return StepError(f"{request.method} raises {kind}{at(line)}: {first}.", _parts(request))
 
 
+_WRITES_IN_BACKWARD = "mutating a non-functional tensor with a functional tensor"  # of an assertion inside torch
 _SWITCHES = "change requires_grad flags of leaf variables"  # what torch says where one is switched off
 
 

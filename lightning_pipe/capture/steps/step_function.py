@@ -239,6 +239,9 @@ class StepFunction(nn.Module):
                 else:
                     with torch.no_grad(), keeping_version(before):
                         before.copy_(now.detach())
+            for buffer in self.model.buffers():  # the tracer would differentiate what is left in them like the loss
+                if buffer.requires_grad:
+                    buffer.detach_()
             for name, what in renamed:
                 raise hazard(f"it {what} self.{name} (state)", assignment_line(self.model, name))
             self._assigned = frozenset(name for name, _, _ in replaced)
