@@ -91,6 +91,10 @@ class ChangedStateError(CaptureError):
     """Report a step that changes state which it reads again in its next call."""
 
 
+class UncapturedError(CaptureError):
+    """Report a step that no route can hold, on every rank."""
+
+
 class FewSamplesError(CaptureError):
     """Report a step that runs with a whole batch, and not with some of its samples."""
 

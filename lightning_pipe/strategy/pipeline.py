@@ -22,9 +22,10 @@ from lightning_pipe.capture import Structure
 from lightning_pipe.capture.graphs.witness import is_due
 from lightning_pipe.capture.route import Plays
 from lightning_pipe.capture.steps.record import AnswerGuard
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import CaptureError, UncapturedError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.plan_maker import PlanMaker
@@ -35,9 +36,10 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.runner import Runner
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
-from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult, StepSaid
 from lightning_pipe.strategy.steps.step_capture import RankSetup
 from lightning_pipe.strategy.steps.step_runtime import RankStep
+from lightning_pipe.strategy.steps.uncaptured import UncapturedSteps
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ class Pipeline:
         self._cuts, self._known = self._preparation.cuts, self._preparation.known
         self._batches, self._epoch = 0, 0  # that were trained, and of the last one
         self._last: tuple[RankStep | None, StepRequest | None] = (None, None)  # of those that may skip a batch
+        self._uncaptured = UncapturedSteps(setup)
         self.runner = Runner(
             setup.links,
             weights=setup.weights,
@@ -132,6 +135,20 @@ class Pipeline:
         """Take another plan for this call's step (on rank 0; None if the present one stays); return whether it was."""
         step, _ = self._step(call, self._cuts.samples(call.structure))
         return self._maker.take(other, call, step.captured)
+
+    def evaluate(self, call: StepRequest, turn: RunOptions) -> StepSaid:
+        """Run a step of an evaluation on a batch; as it is, where no route can hold it.
+
+        Raises:
+            CaptureError, BatchError, PipelineError: as `run` does.
+        """
+        if call.method not in self._uncaptured:
+            try:
+                return self.run(call, turn)
+            except UncapturedError as reason:
+                self._uncaptured.add(call.method, reason)
+        key = RandomKey(self.runner.seed, turn.number, 0)
+        return self._uncaptured.run(call, samples=self._cuts.samples(call.structure), key=key)
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
         """Run a step on a batch.

@@ -69,6 +69,7 @@ from lightning_pipe.strategy.steps.step_calls import (
     RunOptions,
     StepRequest,
     StepResult,
+    StepSaid,
     answers_of,
     step_contexts,
 )
@@ -346,17 +347,19 @@ class Session:
 
     def _run(self, call: StepRequest, turn: RunOptions, recording: Recording | None) -> Any:
         """Run a step by the plan; log what it says, and return what it returns."""
-        ran, returned = self._trained(call, turn) if call.method == TRAINING else self._told(call, turn)
-        self._stop = ran.stop
-        if recording is not None:
-            recording.add(ran)
-        return returned
+        if call.method == TRAINING:
+            ran, returned = self._trained(call, turn)
+            self._stop = ran.stop
+            if recording is not None:
+                recording.add(ran)
+            return returned
+        said = self._pipeline.evaluate(call, turn)
+        self._stop = said.stop if isinstance(said, StepResult) else None
+        return self._replayed(said, call)
 
-    def _told(self, call: StepRequest, turn: RunOptions) -> tuple[StepResult, Any]:
-        """Run a program of a step; log what the step says, keep its state, and return also what it returns."""
-        ran = self._pipeline.run(call, turn)
-        returned = replay(ran.record, ran.values, samples=ran.samples, module=self._module, situation=call.situation)
-        return ran, returned
+    def _replayed(self, said: StepSaid, call: StepRequest) -> Any:
+        """Log what a step says, keep its state, and return what it returns."""
+        return replay(said.record, said.values, samples=said.samples, module=self._module, situation=call.situation)
 
     def _may_step_in_parts(self) -> bool:
         """Return whether parameters may step beside sums of the gradients of others."""
@@ -422,7 +425,8 @@ class Session:
         state = self._pipeline.runner
         summed = state.reduced
         with self._hooks.around_batch(seed=state.seed, number=turn.number, summed=summed):
-            ran, returned = self._told(call, turn)
+            ran = self._pipeline.run(call, turn)
+            returned = self._replayed(ran, call)
         if ran.is_skipped:
             state.land(lambda: None, among=())
         if ran.is_skipped and turn.synchronise and not summed:  # the batches of the window before it count

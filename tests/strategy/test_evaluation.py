@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -188,3 +189,46 @@ def test_a_loop_that_a_tensor_ends_is_run_as_on_one_device() -> None:
     (expected,) = make_trainer("auto").validate(module, loader)
     (found,) = make_trainer(dapple(layout="1")).validate(module, loader)
     assert found == pytest.approx(expected)
+
+
+class Searches(Plain):
+    """Calls its modules as often as values say, and logs, counts and remembers what it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.mean = list[int](), torchmetrics.MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        steps = []
+        for sample in batch[0]:
+            hidden, count = sample, 0
+            while count < 5 and int(self(hidden).argmax()) != 2:
+                hidden, count = self.blocks(hidden) + 1, count + 1
+            steps.append(count)
+        self.found += steps
+        self.mean.update(torch.tensor(steps).double())
+        self.log("mean", self.mean)
+        self.log("largest", float(max(steps)), reduce_fx="max")
+        return {"all": torch.tensor(steps)}
+
+
+def searched(options: dict[str, Any] | None) -> tuple[list[int], dict[str, float], list[float]]:
+    """Fit, and return what evaluation has found; a worker function."""
+    torch.manual_seed(0)
+    module = Searches().double()
+    module.on_validation_batch_end = lambda outputs, *_: module.found.append(int(outputs["all"].sum()))
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2)
+    trainer.fit(module, loader(12, 4), loader(6, 4))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module.found, metrics, [float(p.sum()) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["1-1", "2"])
+def test_an_evaluation_step_that_no_route_can_hold_runs_as_on_one_device(layout: str) -> None:
+    """It ended the training after the first epoch."""
+    found, metrics, sums = searched(None)
+    assert len(set(found)) > 2, "otherwise the calls do not depend on values"
+    for result in World(2).run(searched, {"layout": layout}):
+        assert result[0] == found
+        assert result[1] == pytest.approx(metrics, rel=1e-9)
+        assert result[2] == pytest.approx(sums, rel=1e-9)

@@ -141,7 +141,7 @@ class StageReplayer:
             trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
-            if not self._is_speaker:  # so nobody would hear of it
+            if self._part.number not in self._now.speakers:  # so nobody would hear of it
                 self._now.late.update(left.name for left in recording.kept)
             is_read = self._step.has_backward and any(True for _ in python.changes())
             left = python.now() if is_read else None
@@ -219,12 +219,6 @@ class StageReplayer:
         if self._now.hooks is not None and not self._now.hooks.is_same():
             self._now.left_hooks = HookTables(self._step.module)
             self._now.hooks.restore()
-
-    @cached_property
-    def _is_speaker(self) -> bool:
-        """Return whether other ranks hear what this stage has left in Python state."""
-        own = range(self._part.begin, self._part.end)
-        return self._part.is_last or not self._step.trace.keeping.isdisjoint(own)
 
     @cached_property
     def _trained(self) -> TrainedParameters:

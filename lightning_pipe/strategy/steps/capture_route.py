@@ -14,7 +14,7 @@ from dataclasses import replace
 from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.errors import CaptureError, ChangedStateError, FewSamplesError
+from lightning_pipe.errors import CaptureError, ChangedStateError, FewSamplesError, UncapturedError
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def captured_by(
             what undoes it. Called on all ranks together.
 
     Raises:
-        CaptureError: if no route that is allowed can hold the step; or where it cannot be one graph on some ranks only,
+        UncapturedError: if no route can hold the step.
+        CaptureError: if the only route that is allowed cannot; or where it cannot be one graph on some ranks only,
             on these: their Python does something else, as by an error of its own.
     """
     if route == "replay":
@@ -62,8 +63,8 @@ def captured_by(
         replay = _replayed(request, traced, reason=str(reason))
     except CaptureError as error:
         if str(error) == str(reason):
-            raise reason from None
-        raise CaptureError(f"{reason} Replaying its Python is no way out either: {error}") from reason
+            raise UncapturedError(str(reason)) from reason
+        raise UncapturedError(f"{reason} Replaying its Python is no way out either: {error}") from reason
     return replay
 
 

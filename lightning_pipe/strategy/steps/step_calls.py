@@ -84,13 +84,25 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What is known after a run.
+class StepSaid:
+    """What a step has said of a batch.
 
     Attributes:
         record: what the step said.
         values: its outputs, on every rank.
         samples: samples of the batch.
+    """
+
+    record: StepRecord
+    values: Mapping[str, Content]
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepResult(StepSaid):
+    """What is known after a run of a program, besides what the step has said.
+
+    Attributes:
         graph: fingerprint of the captured step.
         program: what was run.
         timeline: of this rank, if recorded.
@@ -103,9 +115,6 @@ class StepResult:
         is_unlike_trace: whether a play on any rank has changed what the traced run has not: a buffer, an attribute.
     """
 
-    record: StepRecord
-    values: Mapping[str, Content]
-    samples: int
     graph: str
     program: VerifiedProgram
     timeline: Timeline
