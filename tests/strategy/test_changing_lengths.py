@@ -96,3 +96,31 @@ def image_losses(strategy: Any) -> list[float]:
 def test_a_trace_for_other_widths_is_not_taken_for_other_heights() -> None:
     found = image_losses(dapple(microbatches=2, capture="joint", cache="off"))
     assert found == pytest.approx(image_losses("auto"), rel=ROUNDING)
+
+
+class Trims(Net):
+    """Cuts the padding off, by a length that values say."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        batch = batch[:, : int((batch > 0).sum(1).max())]
+        h = torch.tanh(self.dense(self.words(batch[:, :-1])))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=0)
+
+
+def trimmed(options: dict[str, Any] | None) -> tuple[list[float], list[float]]:
+    """Return losses, and sums of parameters; a worker function."""
+    torch.manual_seed(0)
+    module, losses = Trims().double(), Losses()
+    lengths = [*range(4, 12)] * 3
+    rows = [torch.cat([torch.arange(1, n + 1) % 11 + 1, torch.zeros(12 - n, dtype=torch.long)]) for n in lengths]
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[losses])
+    trainer.fit(module, DataLoader(rows, batch_size=8))
+    return losses.losses, [float(p.sum()) for p in module.parameters()]
+
+
+def test_a_step_that_trims_padding_by_values_trains_by_a_plan_whose_stages_exchange_nothing_of_it() -> None:
+    """It was refused, since the shapes that crossed stages were those of the longest sequence of the batch."""
+    losses, sums = trimmed(None)
+    for found in World(2).run(trimmed, {"planner": "auto", "check": True}):
+        assert found[0] == pytest.approx(losses, rel=ROUNDING)
+        assert found[1] == pytest.approx(sums, rel=ROUNDING)

@@ -35,6 +35,8 @@ from lightning_pipe.capture.steps.step_state import DataWriter
 from lightning_pipe.capture.torch_private import checkpoints_replaced
 from lightning_pipe.errors import CaptureError, FewSamplesError, none_caught
 
+HALF = 2  # the run that has half of the samples: its longest sequence, say, may be another one
+
 
 @dataclass(frozen=True)
 class Run:
@@ -369,10 +371,12 @@ class UnitRecorder:
         return output
 
     def _count(self, other: int) -> int:
-        """Return the number of samples: one less than wanted, or one more where that would leave a single one."""
+        """Return the number of samples: as wanted; half as many; else one less, or one more if a single one is left."""
         count = self.request.count
         if not other:
             return count
+        if other == HALF and count > 3:
+            return count // 2
         return count - 1 if count > 2 else count + 1
 
     def _leaves(self, other: int) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.recording.record_units import Run, UnitRecorder
+from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_place, said_roles
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
@@ -118,10 +118,19 @@ def _other_runs(
     Returns:
         The runs; whether they began with what earlier calls have left; why there are none although some were wanted.
     """
+
+    def followed(state: ModuleSnapshot, number: int) -> Run:
+        try:
+            return runner.followed(chosen, state, other=number)
+        except CaptureError:
+            if number != HALF:
+                raise
+            return runner.followed(chosen, state, other=count + 1)
+
     why = ""
     for state in states:
         try:
-            return [runner.followed(chosen, state, other=n) for n in range(1, count + 1)], state is states[0], ""
+            return [followed(state, number) for number in range(1, count + 1)], state is states[0], ""
         except CaptureError as error:
             why = why or str(error)
     return [], True, why

@@ -155,7 +155,8 @@ class StepRun:
         if any(isinstance(t, FakeTensor) for t in tensors) or found != expected:
             raise PipelineError(
                 f"{unit.path} returned {found}; expected {expected} for {self._samples} samples, as when it was "
-                "traced. What crosses stages must have shapes that depend on the number of samples only."
+                "traced. What crosses stages must have shapes that depend on the number of samples only: pad to one "
+                "length, or give all ranks to one stage by `layout`."
             )
         return tuple(tensors)
 
