@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
 
 def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
     """Return the store of the rendezvous: that of torchrun's agent, which outlives all ranks, or rank 0's."""
-    listener = {}
+    listener: dict[str, Any] = {}
     if hosts and (is_loopback(address) or is_here(address)):  # else at all addresses of this host, as torch does
         listener = {"master_listen_fd": listening(address, port).detach()}
     store = dist.TCPStore(  # type: ignore[attr-defined]
