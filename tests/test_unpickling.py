@@ -30,6 +30,7 @@ UNPICKLING = frozenset(
     "pickle.load pickle.loads pickle.Unpickler torch.load np.load numpy.load marshal.load marshal.loads shelve.open "
     "yaml.unsafe_load yaml.full_load FileSystemReader dcp.load eval exec".split()
 )
+LAST_NAMES = frozenset(name.rpartition(".")[2] for name in UNPICKLING)
 PLACES = {
     ("capture/python/twisters.py", "pickle.loads"): "what this process has pickled",
     ("strategy/loading/batch_loading.py", "pickle.loads"): "from another rank",
@@ -53,8 +54,9 @@ def unpickling(file: Path) -> set[tuple[str, str]]:
         and any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in call.keywords)
     }
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Attribute, ast.Name)) and id(node) not in safe and ast.unparse(node) in UNPICKLING:
-            found.add((file.relative_to(PACKAGE).as_posix(), ast.unparse(node)))
+        last = getattr(node, "attr", getattr(node, "id", None))
+        if last in LAST_NAMES and id(node) not in safe and (name := ast.unparse(node)) in UNPICKLING:
+            found.add((file.relative_to(PACKAGE).as_posix(), name))
         if isinstance(node, ast.ImportFrom):
             found |= {(str(file), name.name) for name in node.names if f"{node.module}.{name.name}" in UNPICKLING}
     return found
