@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,9 +74,18 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         cold = kept.keeper.names()
         tree = faster(first, runner.timed())
         steady = ModuleSnapshot(request.module)  # what the calls before have left is there
-        chosen, run = _separated(runner, tree, parts, steady)
-        count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
-        others, fits, only = _other_runs(runner, chosen, count, states=(steady, kept))
+        opened = frozenset[str]()
+        while True:
+            chosen, run = _separated(runner, tree, parts, steady, opened)
+            count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
+            others, fits, only = _other_runs(runner, chosen, count, states=(steady, kept))
+            calls = units_of(tree, chosen)
+            called = [[call.path for call in calls], *([seen.path for seen in one.seen] for one in (run, *others))]
+            if not (unsteady := _not_always_called(called)):
+                break
+            opened |= unsteady  # as glue they may be called or not
+            if not choose(tree, parts, opened):
+                _refuse_unsteady(called)
         once = _once([run, *others]) if others else frozenset[str]()
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
@@ -86,9 +96,6 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         in_python = drawn()
     if in_python:  # dice may fall alike once
         run = replace(run, repeatable=frozenset())
-    calls = units_of(tree, chosen)
-    for paths in ([call.path for call in calls], *([seen.path for seen in other.seen] for other in others)):
-        _compare([seen.path for seen in run.seen], paths)
     trace = _described(request, run, others, [call.seconds for call in calls])
     whole = (only or trace.whole or said.by_count) if fits else _KEEPS_SIZES
     first_only = cold - {name for names in run.mutated.values() for name in names} - {one.name for one in run.changes}
@@ -178,9 +185,10 @@ def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
     return said_roles((unlike, alike, turned, *more), said)
 
 
-def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot) -> tuple[frozenset[str], Run]:
-    """Choose units that glue does not read past, and follow the step once with them."""
-    opened: frozenset[str] = frozenset()
+def _separated(
+    runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot, opened: frozenset[str]
+) -> tuple[frozenset[str], Run]:
+    """Choose units that glue does not read past, none of them opened, and follow the step once with them."""
     hooked = frozenset(hooked_modules(runner.request.module))
     while chosen := choose(tree, parts, opened, closed=hooked):
         run = runner.followed(chosen, kept)
@@ -198,11 +206,19 @@ def _separated(runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSna
     )
 
 
-def _compare(first: list[str], second: list[str]) -> None:
-    """Refuse a step that calls other units from run to run."""
-    if first == second:
-        return
-    pairs = itertools.zip_longest(first, second, fillvalue="the end of the step")
+def _not_always_called(runs: Sequence[Sequence[str]]) -> frozenset[str]:
+    """Return the paths of the units that some runs call more often than others, or at other places among them."""
+    counts = [Counter(paths) for paths in runs]
+    unequal = {path for count in counts for path in count if any(other[path] != count[path] for other in counts)}
+    return frozenset(
+        unequal or (path for paths in runs for path, first in zip(paths, runs[0], strict=True) if path != first)
+    )
+
+
+def _refuse_unsteady(runs: Sequence[Sequence[str]]) -> None:
+    """Refuse a step of which all units are called in some runs only."""
+    first, other = runs[0], next(paths for paths in runs if paths != runs[0])
+    pairs = itertools.zip_longest(first, other, fillvalue="the end of the step")
     number, (one, two) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     raise CaptureError(
         f"The step calls other sub-modules every time: call {number} was {one} in one run and {two} in another. A step "
