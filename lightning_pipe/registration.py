@@ -17,6 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_pipe import random_start
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.lightning_package import FABRICS, TRAINERS, choose
 
@@ -39,6 +40,7 @@ def _registry_name(module: str) -> str:
 
 
 def _register(module: Any) -> None:
+    random_start.begin()
     package = _REGISTRIES.get(module.__name__)
     registry = getattr(module, _registry_name(module.__name__))
     if STRATEGY not in registry:

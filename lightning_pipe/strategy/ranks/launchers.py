@@ -23,6 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from lightning_pipe.errors import PipelineError, UnsupportedError
 from lightning_pipe.lightning_names import ClusterEnvironment
+from lightning_pipe.random_start import handed_on
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
 from lightning_pipe.runtime.shortages import shortages_named
@@ -81,7 +82,8 @@ class GuardedScriptLauncher(ScriptLauncher):
         """Start the other ranks of this host; end those that have been started if one cannot be."""
         with shortages_named("A rank of this host"), contextlib.ExitStack() as undo:
             undo.callback(self._end_started)
-            self._call_children_scripts()
+            with handed_on():
+                self._call_children_scripts()
             undo.pop_all()
 
     def _end_started(self) -> None:
