@@ -5,8 +5,7 @@
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
     floor 1  core, below profiles
-    floor 0  errors, below units, collection, freed_memory, log_output, once, random_start and
-             lightning_package, below disk,
+    floor 0  errors, below units, collection, freed_memory, once, random_start and lightning_package, below disk,
              below cache_files
 
 Neighbours on a floor do not see each other. Imports hidden in functions count.
@@ -26,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 FLOORS = (
     {"errors"},
-    {"units", "collection", "freed_memory", "log_output", "once", "random_start", "lightning_package", "foreign_names"},
+    {"units", "collection", "freed_memory", "once", "random_start", "lightning_package", "foreign_names"},
     {"disk"},
     {"cache_files"},
     {"core", "lightning_names"},
@@ -44,7 +43,6 @@ PURE = {
     "units",
     "collection",
     "freed_memory",
-    "log_output",
     "once",
     "random_start",
     "lightning_package",

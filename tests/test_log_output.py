@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import logging, sys
-from lightning_pipe.log_output import show_log
+from lightning_pipe.strategy.start.log_output import show_log
 {before}
 show_log(rank={rank}, verbose={verbose})
 show_log(rank={rank}, verbose={verbose})

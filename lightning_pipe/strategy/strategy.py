@@ -46,7 +46,6 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import package_in_use
-from lightning_pipe.log_output import show_log
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
@@ -96,6 +95,7 @@ from lightning_pipe.strategy.refusals import (
     say_compiled,
 )
 from lightning_pipe.strategy.session import Session
+from lightning_pipe.strategy.start.log_output import show_log
 from lightning_pipe.strategy.start.mapped import MappedTensors
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 
