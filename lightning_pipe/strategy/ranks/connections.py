@@ -17,7 +17,6 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,11 +154,11 @@ def _await_host(watch: GuardedWatch, address: str, port: int) -> None:
 
 def _store(address: str, port: int, *, ranks: int, hosts: bool, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
     """Return the store of the rendezvous: that of torchrun's agent, which outlives all ranks, or rank 0's."""
-    listener: dict[str, Any] = {}
-    if hosts and (is_loopback(address) or is_here(address)):  # else at all addresses of this host, as torch does
-        listener = {"master_listen_fd": listening(address, port).detach()}
+    listener: int | None = None  # at all addresses of this host, as torch chooses
+    if hosts and (address == LOOPBACK or (not is_loopback(address) and is_here(address))):
+        listener = listening(address, port).detach()
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, ranks, is_master=hosts, timeout=timeout, wait_for_workers=False, **listener
+        address, port, ranks, is_master=hosts, timeout=timeout, wait_for_workers=False, master_listen_fd=listener
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
