@@ -93,11 +93,11 @@ class Answers(dict[Any, Any]):
 
 
 def entry_of(container: Any, key: Any) -> Any:
-    """Return what a container has, or `ABSENT`; of a dict as it is, whatever a subclass does when it is asked."""
+    """Return what a container has, or `ABSENT`; of dicts and lists as they are, whatever a subclass does when asked."""
     if isinstance(container, dict) and not isinstance(container, Answers):
         return dict.get(container, key, ABSENT)
     try:
-        return container[key]
+        return list.__getitem__(container, key) if isinstance(container, list) else container[key]
     except (KeyError, IndexError):
         return ABSENT
 
