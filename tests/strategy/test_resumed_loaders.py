@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
 import random
 import zlib
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from ranks.world import World
 from slow import slow_but
 from strategy.fits import Losses, dapple, make_trainer
+from strategy.test_data import alone
 
 SAMPLES, WIDTH = 12, 3
 
@@ -320,7 +324,7 @@ QUICK = ["counting", "its own iterator", "order by epoch", "sampler", "workers",
 @pytest.mark.parametrize("name", slow_but(QUICK, LOADERS))
 def test_a_fit_is_resumed_at_the_batch_where_one_device_resumes_it(name: str, tmp_path: Path) -> None:
     draw = random.Random(zlib.crc32(name.encode()))
-    way, steps = draw.choice(WAYS), draw.randint(1, 5)
+    way, steps = draw.choice(WAYS), draw.randint(1, 6)
     case = (name, draw.choice([("1-1", "1-1"), ("1-1", "2"), ("2", "1-1")]), way, steps, tmp_path / "saved.ckpt")
     (tmp_path / "one").mkdir()
     expected = save_and_resume(name, ("one", "one"), way, steps, tmp_path / "one" / "saved.ckpt")
@@ -344,3 +348,46 @@ def test_a_combined_loader_may_be_fitted_with_again() -> None:
     for losses, state in World(2).run(fit_again):
         assert len(losses) == 2 * SAMPLES // 2
         assert state == {"combined_loader": [{"position": SAMPLES // 2}]}
+
+
+def interrupted(name: str, takes: list[int], looks: list[bool] | None) -> list[Any]:
+    """Take some batches again and again, each time resumed by another loader; return them and the states.
+
+    Args:
+        name: of the loader.
+        takes: how many batches each time.
+        looks: whether the first batch is looked at before, of loaders that are wrapped; None for bare ones.
+    """
+    torch.manual_seed(1)
+    seen, state = list[Any](), None
+    for number, take in enumerate(takes):
+        loader = LOADERS[name]()
+        fed = loader if looks is None else alone().wrap(loader)
+        if state is not None:
+            fed.load_state_dict(state)
+        if looks is not None and looks[number]:
+            with contextlib.suppress(StopIteration):
+                fed.look()
+        batches = iter(fed) if looks is None else fed.feed.iterate(fed)
+        taken = (next(batches, None) for _ in range(take))
+        seen += [batch.tolist() for batch in itertools.takewhile(lambda batch: batch is not None, taken)]
+        if take or name != "late state":
+            state = copy.deepcopy(fed.state_dict())
+        seen.append({key: torch.as_tensor(value).tolist() for key, value in (state or {}).items()})
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, make in LOADERS.items()
+        if "torchdata" not in name and "worker" not in name and isinstance(make(), Position | Delegating)
+    ],
+)
+def test_a_wrapped_loader_has_the_states_of_the_bare_one_whether_it_is_looked_at_or_not(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(20):
+        takes = [draw.randint(0, 7) for _ in range(4)]
+        looks = [draw.random() < 0.7 for _ in takes]
+        assert interrupted(name, takes, looks) == interrupted(name, takes, None), (takes, looks)

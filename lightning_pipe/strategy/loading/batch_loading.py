@@ -385,8 +385,9 @@ class FedLoader:
     def open(self) -> Iterator[Any]:
         """Return an iterator of the wrapped loader: the one whose first batch was looked at, or a new one."""
         peeked, self.peeked = self.peeked, None
-        if peeked is not None:
-            return peeked
+        return self._iterator() if peeked is None else peeked
+
+    def _iterator(self) -> Iterator[Any]:
         with self.feed.data.while_loading(), shortages_named(f"A loader of rank {self.feed.rank}"):
             opened: Iterator[Any] = iter(self.loader)
         self.feed.watch.watch_processes(_workers())
@@ -400,11 +401,16 @@ class FedLoader:
         """
         if self.first is None:
             self.feed.random.share()
-            iterator = self.open()
+            iterator = self._iterator()
             with self.feed.data.while_loading():
+                self._note_state()
+                self.peeked = iter(())  # where it gives nothing, as its state is used up
                 self.first = next(iterator)
             self.peeked = itertools.chain([self.first], _following(iterator))
         return self.first
+
+    def _note_state(self) -> None:
+        """Note the state before the first batch, of a loader that has one."""
 
 
 def _following(batches: Iterator[Any]) -> Iterator[Any]:
@@ -446,26 +452,20 @@ class StatefulFedLoader(FedLoader):
         return state
 
     def open(self) -> Iterator[Any]:
-        """Return an iterator as other loaders do, which ends what a look has noted."""
+        """Return an iterator as other loaders do; its first batch ends what a look has noted."""
         return self._given(super().open())
 
     def _given(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in _following(batches):
             self.unlooked = None
             yield batch
+        self.unlooked = None
 
-    def look(self) -> Any:
-        """Return the first batch as other loaders do; note the state before it."""
-        if self.first is None:
-            self.feed.random.share()
-            with self.feed.data.while_loading():
-                try:
-                    state = copy.deepcopy(self.loader.state_dict())
-                except Exception as error:  # that who saves before the first batch has on one device, too
-                    state = error
-            super().look()
-            self.unlooked = state
-        return self.first
+    def _note_state(self) -> None:
+        try:
+            self.unlooked = copy.deepcopy(self.loader.state_dict())
+        except Exception as error:  # that who saves before the first batch has on one device, too
+            self.unlooked = error
 
 
 class FedIterator:

@@ -119,6 +119,8 @@ def peek(loaders: CombinedLoader) -> Any:
 
 
 def _first(loader: FedLoader) -> Any:
+    if loader.first is None and not can_be_asked(loader.loader):  # it was looked at, and gives none
+        raise StopIteration
     return _ask(loader.loader) if loader.first is None else loader.first
 
 
