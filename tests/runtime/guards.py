@@ -27,6 +27,7 @@ class Told:
         self.failure: Failure | None = None
         self.states: dict[int, GuardedState] = {}
         self.own: list[Failure] = []
+        self.unopened = ""
 
     def where(self, ranks: Sequence[int]) -> dict[int, GuardedState]:
         return {rank: self.states[rank] for rank in ranks if rank in self.states}
