@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import subprocess
+import traceback
 from collections.abc import Iterator
 
 from lightning_pipe.errors import PipeError, ShortageError
@@ -63,10 +65,19 @@ def shortage(error: BaseException) -> str:
     root = error.__cause__ if isinstance(error, PipeError) else error
     if not isinstance(root, (OSError, RuntimeError)):
         return ""
+    number = getattr(root, "errno", None)
+    if number == errno.EAGAIN and not _starts_process(root):  # a lock of a file, say
+        return ""
     for numbers, words, name, short, advice in _SHORTAGES:
-        if getattr(root, "errno", None) in numbers or any(word in str(root) for word in words):
+        if number in numbers or any(word in str(root) for word in words):
             return f"{short.format(limit=_limit(name))}. {advice}"
     return ""
+
+
+def _starts_process(error: BaseException) -> bool:
+    """Return whether an error comes from where Python starts processes."""
+    places = (place.filename for place in traceback.extract_tb(error.__traceback__))
+    return any(path == subprocess.__file__ or "/multiprocessing/" in path for path in places)
 
 
 def _limit(name: str) -> str:

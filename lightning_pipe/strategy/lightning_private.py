@@ -201,13 +201,13 @@ _RESUMES = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint
 
 def progress(trainer: pl.Trainer) -> dict[str, Any]:
     """Return how far the fit loop has come: steps, epochs, batches; without states of loaders."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for loop, prefix in _loops(trainer):
         parts = ((name, part) for name, part in vars(loop).items() if isinstance(part, Progress))
-        found |= {f"{prefix}{name}": part.state_dict() for name, part in parts}
+        state |= {f"{prefix}{name}": part.state_dict() for name, part in parts}
         if loop is not trainer.fit_loop:  # whose state is that of its loaders
-            found[f"{prefix}state_dict"] = loop.on_save_checkpoint()
-    return found
+            state[f"{prefix}state_dict"] = loop.on_save_checkpoint()
+    return state
 
 
 def restore_progress(trainer: pl.Trainer, progress: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -106,8 +106,8 @@ NO_THREAD, NO_PROCESS = RuntimeError("can't start new thread"), BlockingIOError(
     ("owner", "name", "error", "words"),
     [
         (threading.Thread, "start", NO_THREAD, "`ulimit -u`"),
-        (subprocess, "Popen", NO_PROCESS, "`ulimit -u`"),
-        (subprocess, "Popen", OSError(errno.ENOMEM, "no memory"), "`ulimit -v`"),
+        (subprocess.Popen, "_execute_child", NO_PROCESS, "`ulimit -u`"),
+        (subprocess.Popen, "_execute_child", OSError(errno.ENOMEM, "no memory"), "`ulimit -v`"),
         (socket, "socketpair", OSError(errno.EMFILE, "no files"), "`ulimit -n`"),
     ],
 )
@@ -119,20 +119,20 @@ def test_a_guard_that_cannot_start_names_the_limit(
         GuardClient()
 
 
-class NoWorkers:
-    """A loader whose workers cannot be started."""
-
-    def __iter__(self) -> Iterator[Any]:
-        raise NO_PROCESS
-
-
-def test_a_loader_without_workers_names_the_limit() -> None:
+def test_a_loader_without_workers_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multiprocessing.popen_fork.Popen._launch", raising(NO_PROCESS))
+    loader = DataLoader(torch.ones(8, 4), 4, num_workers=1)
     with pytest.raises(ShortageError, match=r"A loader of rank 0 cannot start.*`ulimit -u`"):
-        feed_of_one_rank().wrap(NoWorkers()).open()
+        feed_of_one_rank().wrap(loader).open()
 
 
 def test_other_errors_are_left_as_they_are() -> None:
-    for error in (OSError(errno.ECONNREFUSED, "nobody listens"), ValueError("Too many open files"), PipelineError("x")):
+    others = [
+        OSError(errno.ECONNREFUSED, "nobody listens"),
+        BlockingIOError(errno.EAGAIN, "a lock"),
+        PipelineError("x"),
+    ]
+    for error in (refused, locked, PipelineError("x")):
         with pytest.raises(type(error)) as caught, shortages_named("Rank 0"):
             raise error
         assert caught.value is error
@@ -142,7 +142,8 @@ def test_ranks_that_were_started_end_where_another_cannot_be(monkeypatch: pytest
     started = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
     launcher = GuardedScriptLauncher(LightningEnvironment(), 3, 1, begin=raising(AssertionError()))
     launcher.procs = started
-    monkeypatch.setattr(launcher, "_call_children_scripts", raising(NO_PROCESS))
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", raising(NO_PROCESS))
+    monkeypatch.setattr(launcher, "_call_children_scripts", lambda: subprocess.Popen("rank"))
     with pytest.raises(ShortageError, match="A rank of this host cannot start"):
         launcher._start_ranks()
     assert started[0].wait(DEADLINE_S) < 0

@@ -83,7 +83,7 @@ def hook_slots(module: pl.LightningModule) -> Iterator[Place]:
     """List the hooks of sub-modules by their order, as handles have other numbers on other ranks."""
     for path, owner in owners_of(module):
         for name in HOOK_TABLES:
-            if table := vars(owner)[name]:
+            if table := vars(owner).get(name):
                 hooks = list(table.values())
                 for number in range(len(hooks)):
                     yield Place(hooks, number, f"hook of {path or 'self'}", (("hooks", (path, name)), ("item", number)))

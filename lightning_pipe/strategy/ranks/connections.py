@@ -226,8 +226,9 @@ def connect_ranks(watch: GuardedWatch, *, device: torch.device) -> Connections:
     advice = f"an earlier fit could not open {unopened}; start the script again"
     try:
         links = _connected(watch, f"{what} ({advice})" if unopened else what, device)
-    except RuntimeError as error:
-        if not unopened or isinstance(error, PipelineError):
+    except Exception as error:
+        watch.guard.unopened = what
+        if not unopened or isinstance(error, PipelineError) or not isinstance(error, RuntimeError):
             raise
         raise PipelineError(
             f"Rank {watch.rank} cannot connect with the others again: {advice}, as ranks have ended or count their "
