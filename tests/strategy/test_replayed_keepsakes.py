@@ -152,3 +152,32 @@ def test_calls_of_sub_modules_are_counted_as_on_one_device_or_the_counter_is_nam
         assert one[0] == two[0], case
         assert one[0] == calls or one[1], case
         assert bool(one[1]) == (case[0] == (None,)), case
+
+
+class Keeps(pl.Callback):
+    """Keep the mean and the outputs of the first layer."""
+
+    def __init__(self) -> None:
+        self.means: dict[str, float] = {}
+        self.outputs: list[torch.Tensor] = []
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        module.layers[0].register_forward_hook(self.keep)
+
+    def keep(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.means["last"] = output.mean().item()
+        self.outputs.append(output.detach().clone())
+
+
+def kept_by_hook(options: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    module, keeps = Layers(), Keeps()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[keeps])
+    trainer.fit(module, DataLoader(torch.randn(2 * SAMPLES, WIDTH, dtype=torch.float64), batch_size=SAMPLES))
+    return [keeps.means["last"], *torch.cat(keeps.outputs).flatten().tolist()]
+
+
+def test_what_a_hook_of_one_sub_module_keeps_in_a_callback_is_that_of_one_device() -> None:
+    expected = kept_by_hook(None)
+    for found in World(2).run(kept_by_hook, OPTIONS):
+        assert found == pytest.approx(expected, rel=1e-9)

@@ -127,11 +127,7 @@ def test_a_loader_without_workers_names_the_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_errors_are_left_as_they_are() -> None:
-    others = [
-        OSError(errno.ECONNREFUSED, "nobody listens"),
-        BlockingIOError(errno.EAGAIN, "a lock"),
-        PipelineError("x"),
-    ]
+    refused, locked = OSError(errno.ECONNREFUSED, "nobody listens"), BlockingIOError(errno.EAGAIN, "a lock")
     for error in (refused, locked, PipelineError("x")):
         with pytest.raises(type(error)) as caught, shortages_named("Rank 0"):
             raise error

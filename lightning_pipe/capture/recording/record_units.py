@@ -233,16 +233,16 @@ class UnitRecorder:
         with kept.keeper, self._scene(StepRecording()):
             return units.repeatable(left) & units.repeatable(kept)
 
-    def writers(self, run: Run, chosen: frozenset[str], kept: ModuleSnapshot) -> tuple[WrittenPlace, ...]:
-        """Return the Python state that a run has left outside of units, with the units that write to it.
+    def writers(self, runs: Sequence[Run], chosen: frozenset[str], kept: ModuleSnapshot) -> tuple[WrittenPlace, ...]:
+        """Return the Python state that runs have left outside of units, with the units that write to it.
 
         Args:
-            run: what was left by it.
+            runs: of the step.
             chosen: paths of the units.
-            kept: content of the module that it began with.
+            kept: content of the module before all runs, with which nothing that the step writes is there already.
         """
-        paths = dict.fromkeys(seen.path for seen in run.seen)
-        left = {one.path: one.name for one in run.left if one.path and not any(is_inside(one, path) for path in paths)}
+        changed = (one for run in runs for one in run.left if one.path)
+        left = {one.path: one.name for one in changed if not any(is_inside(one, path) for path in chosen)}
         if not left:
             return ()
         units = self._play(chosen, kept, 0, places=left).units

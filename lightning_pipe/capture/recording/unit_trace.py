@@ -90,7 +90,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
                 once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
-        written = runner.writers(run, chosen, steady)
+        written = runner.writers([run, *others], chosen, kept)
         said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
         steady.restore()
         in_python = drawn()
