@@ -18,6 +18,7 @@ come (Prodigy). Optimizers of torch treat every parameter by itself.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightning_pipe.strategy.parameters.inner_optimizers import is_torchs, param
 from lightning_pipe.strategy.parameters.stand_ins import WAY_OUT_OF_WEIGHTS
 
 _ROUNDING = 1e-5
-_STEPS, _MORE_STEPS = range(10), range(10, 13)
+_STEPS, _MORE_STEPS = range(12), range(12, 15)  # AdaShift begins with the eleventh
 
 
 def check_separable(optimizer: Optimizer, ranks: int, *, device: torch.device) -> bool:
@@ -143,7 +144,7 @@ def _difference(found: Any, expected: Any, path: str = "") -> str | None:
         if found.keys() != expected.keys():
             return path
         places = [(f"{path}[{key!r}]", found[key], expected[key]) for key in expected]
-    elif isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+    elif isinstance(expected, (list, tuple, deque)) and isinstance(found, (list, tuple, deque)):
         if len(found) != len(expected):
             return path
         places = [(f"{path}[{k}]", *pair) for k, pair in enumerate(zip(found, expected, strict=True))]
@@ -151,7 +152,7 @@ def _difference(found: Any, expected: Any, path: str = "") -> str | None:
         is_close = math.isclose(found, expected, rel_tol=_ROUNDING) or (math.isnan(found) and math.isnan(expected))
         return None if is_close else path
     else:
-        return None if type(found) is type(expected) and (found == expected or not _is_plain(expected)) else path
+        return None if type(found) is type(expected) and (not _is_plain(expected) or found == expected) else path
     return next((inner for where, one, other in places if (inner := _difference(one, other, where)) is not None), None)
 
 

@@ -12,12 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.torch_private import TorchDispatchMode
-from lightning_pipe.strategy.parameters.inner_optimizers import copied, inner_optimizers, parameters_of, state_tables
+from lightning_pipe.strategy.parameters.inner_optimizers import (
+    copied,
+    inner_optimizers,
+    parameters_of,
+    state_tables,
+    with_tensors,
+)
 from lightning_pipe.strategy.parameters.stand_ins import occupy, vacate
 
 _MOST = 8  # numbers along each dimension of a tensor that take the trial steps
@@ -55,16 +60,22 @@ class TrialSteps:
         for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:
                 _raise_rate(group)
-        if callable(begin := getattr(self.optimizer, "train", None)):  # of those whose weights differ in evaluation
-            begin()
+        self._switch("train")
+
+    def _switch(self, *methods: str) -> None:
+        """Let weights be those of training or of evaluation, where these differ."""
+        for method in methods:
+            if callable(switch := getattr(self.optimizer, method, None)):
+                switch()
 
     def take(self, steps: range) -> None:
-        """Take steps; those of one number have the same gradients in all trials."""
+        """Take steps, and evaluate; those of one number have the same gradients in all trials."""
         with torch.random.fork_rng(devices={corner.device for corner in self.corners if corner.is_cuda}):
             for number in steps:
                 torch.manual_seed(1 + number)
                 noise = {place: torch.randn_like(one) / 4 for place, one in self._directions.items()}
                 self._step(number, noise)
+        self._switch("eval", "train")
 
     def _step(self, number: int, noise: dict[int, torch.Tensor]) -> None:
         calls = 0
@@ -103,7 +114,7 @@ class TrialSteps:
             for place in self.trained:
                 mine.pop(self.corners[place], None)
                 if (entry := theirs.get(other.corners[place])) is not None:
-                    mine[self.corners[place]] = apply_to_collection(entry, torch.Tensor, torch.clone)
+                    mine[self.corners[place]] = with_tensors(entry, torch.clone)
         self._places = self.trained
 
 

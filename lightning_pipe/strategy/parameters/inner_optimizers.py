@@ -111,6 +111,12 @@ def copied(optimizer: Optimizer, tensor: Callable[[torch.Tensor], torch.Tensor])
     return memo[id(optimizer)], memo
 
 
+def with_tensors(tree: Any, change: Callable[[Any], Any], *, kind: type = torch.Tensor) -> Any:
+    """Return a copy of a tree of containers, of whatever classes, with tensors (or objects of a kind) changed."""
+    memo = {id(item): change(item) for item in reachable(tree) if isinstance(item, kind)}
+    return deepcopy(tree, memo)
+
+
 def _deepcopied(value: Any, memo: dict[int, Any]) -> Any:
     with contextlib.suppress(Exception):  # of the user's own class, maybe
         return deepcopy(value, memo)

@@ -27,6 +27,7 @@ from lightning_pipe.strategy.parameters.inner_optimizers import (
     parameters_of,
     reachable,
     state_tables,
+    with_tensors,
 )
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -148,7 +149,7 @@ class Groups:
             own = _on_host(owned.get(parameter)) if source != 0 else None
             entries = control.to_first(own, source=source, what="the optimizer state of a parameter")
             if entries is not None and source != 0:
-                brought[parameter] = apply_to_collection(entries, torch.Tensor, placed) if placed else entries
+                brought[parameter] = with_tensors(entries, placed) if placed else entries
         return self.state_dict(brought) if control.rank == 0 else self.local_state()
 
     def owned(self) -> dict[torch.Tensor, list[Any]]:
@@ -203,7 +204,7 @@ class Groups:
         in_file = {id(item) for item in reachable(whole)}
         for table in state_tables(self._optimizer):
             for key, entry in table.items():
-                table[key] = apply_to_collection(entry, torch.Tensor, lambda x: _read(x) if id(x) in in_file else x)
+                table[key] = with_tensors(entry, lambda x: _read(x) if id(x) in in_file else x)
 
     def _only_here(self, inner: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved state without the parameters that other ranks step."""
@@ -247,12 +248,12 @@ def _sent(state: Any, device: torch.device) -> Any:
     def sent(tensor: torch.Tensor) -> Any:
         return _OnDevice(tensor.detach().cpu()) if tensor.device == device else tensor.detach()
 
-    return apply_to_collection(state, torch.Tensor, sent)
+    return with_tensors(state, sent)
 
 
 def _received(state: Any, device: torch.device) -> Any:
-    return apply_to_collection(state, _OnDevice, lambda one: one.on_host.to(device))
+    return with_tensors(state, lambda one: one.on_host.to(device), kind=_OnDevice)
 
 
 def _on_host(state: Any) -> Any:
-    return apply_to_collection(state, torch.Tensor, lambda tensor: tensor.detach().cpu())
+    return with_tensors(state, lambda tensor: tensor.detach().cpu())
