@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.checks.separable import check_separable
+from lightning_pipe.strategy.parameters.inner_optimizers import with_tensors
 from ranks.world import World
 from strategy.small import Small, assert_as_on_one_device, run
 
@@ -125,3 +128,11 @@ def test_data_parallel_ranks_train_with_one_as_the_refusal_advises() -> None:
     for result in World(2).results(fit, "", {"layout": "2"}):
         assert 'layout="2" with shard_optimizer="off"' in result.text
     assert_as_on_one_device(fit, "", {"layout": "2", "shard_optimizer": "off"})
+
+
+def test_a_copy_of_a_state_has_containers_of_the_same_kind() -> None:
+    """Queues without a length would grow, once they have moved to another rank."""
+    state = {"queue": deque([torch.ones(2)], maxlen=3), "inner": [SimpleNamespace(tensor=torch.ones(1)), 1]}
+    found = with_tensors(state, lambda tensor: tensor + 1)
+    assert found["queue"].maxlen == 3 and torch.equal(found["queue"][0], torch.full((2,), 2.0))
+    assert found["inner"][0].tensor == 2 and state["inner"][0].tensor == 1

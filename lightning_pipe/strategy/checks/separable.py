@@ -58,6 +58,8 @@ def check_separable(optimizer: Optimizer, ranks: int, *, device: torch.device) -
         together.take(_STEPS)
         if not any(together.moved(place).any() for place in trained):
             raise RuntimeError(f"no parameter moves in {len(_STEPS)} steps")
+        if not all(together.moved(place).isfinite().all() for place in trained):
+            raise RuntimeError("weights become infinite, or no numbers")
     except Exception as error:  # of the user's own class, maybe
         raise UnsupportedError(
             f"{name} takes no trial step with random gradients ({type(error).__name__}: {error}), so nobody knows "

@@ -59,7 +59,7 @@ class TrialSteps:
             vacate(corner, f"#{place}", ranks=(1,), rank=0, device=corner.device)
         for inner in inner_optimizers(self.optimizer):
             for group in inner.param_groups:
-                _raise_rate(group)
+                _raise_rate(group, getattr(inner, "defaults", {}))
         self._switch("train")
 
     def _switch(self, *methods: str) -> None:
@@ -135,9 +135,12 @@ def _corner(tensor: torch.Tensor, *, device: torch.device) -> torch.Tensor:
     return nn.Parameter(corner, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else corner
 
 
-def _raise_rate(group: dict[str, Any]) -> None:
+def _raise_rate(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Let a group have the largest rate that is known of it: a schedule may begin at 0."""
     rate = group.get("lr")
+    least = max(float(known.get(name) or 0.0) for known, name in ((group, "initial_lr"), (defaults, "lr")))
+    least = max(least, _LEAST_RATE)
     if isinstance(rate, torch.Tensor):
-        rate.clamp_(min=_LEAST_RATE)
+        rate.clamp_(min=least)
     elif isinstance(rate, (int, float)):
-        group["lr"] = max(rate, _LEAST_RATE)
+        group["lr"] = max(rate, least)
