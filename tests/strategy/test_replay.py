@@ -214,7 +214,7 @@ def test_one_device_is_accumulation():
 
 
 def test_a_step_that_calls_other_modules_ends_with_one_error_on_every_rank():
-    with pytest.raises(Exception, match=r"training_step calls blocks\.2(\.0)? where it called blocks\.1"):
+    with pytest.raises(Exception, match=r"training_step calls blocks\.1(\.0)? where it called"):
         World(2).run(fitted, "Wandering", {"microbatches": 2, "capture": "replay"})
 
 

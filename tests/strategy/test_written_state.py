@@ -204,6 +204,39 @@ def test_a_later_graph_is_cut_where_its_state_allows() -> None:
         torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
 
 
+class ByValues(Net):
+    """Heads, and scales outside of all sub-modules, of which every batch uses those that its values name."""
+
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.first, self.heads = first, nn.ModuleList(nn.Linear(8, 1).double() for _ in range(3))
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(8, dtype=torch.float64)) for _ in range(3))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden, losses = torch.tanh(self.two(torch.tanh(self.one(batch)))), []
+        kinds = [int(10 * number.abs()) % 3 for number in batch[:, 0]]
+        for kind in range(3):
+            mask = torch.tensor([one == kind for one in kinds])
+            if batch_idx < self.first or mask[:3].any():
+                losses.append((self.heads[kind](hidden) - 1)[mask].square().sum())
+        return sum(losses) + (hidden * self.scales[kinds[0]]).square().mean()
+
+
+class ByValuesLater(ByValues):
+    """The first batch uses all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(first=1)
+
+
+@pytest.mark.parametrize("kind", [ByValues, ByValuesLater])
+def test_what_values_skip_trains_as_on_one_device(kind: type[Net]) -> None:
+    """Gradients of parameters outside of sub-modules that the first samples do not use were zero, without a word."""
+    expected = fit(kind, None)
+    for found in World(2).run(fit, kind, {"layout": "1-1", "microbatches": 1, "capture": "replay"}):
+        torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
 class Initialised(Net):
     """A scale that is set by the values of the first batch, as in flows."""
 

@@ -19,7 +19,6 @@ from zoo.test_zoo_pipelines import JOINT, REFUSED, made, sizes_of
 SAME = 1e-6
 EQUAL = {"tbptt_hidden_state", "demo_lstm_tbptt"}  # the state of a micro-batch fits the next of the same size only
 OTHERWISE = {
-    "layerdrop_python_random": "calls other sub-modules every time",
     "gradient_penalty": "calls no sub-module that could run on a rank of its own",  # by the other route
 }
 RUNS = ((2, 2, "gpipe"), (3, 3, "1f1b"), (2, 4, "interleaved"))  # ranks, stages, schedule

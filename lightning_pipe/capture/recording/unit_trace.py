@@ -252,7 +252,9 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         tail=tail | _unread(request, [tail, *reads]),
         escapes=tuple(sorted(escapes, key=lambda escape: escape.before)),
         changes=run.changes,
-        trained=run.trained | _trainable(request.module, units) if run.loss is not None else run.trained,
+        trained=run.trained | _trainable(request.module, units, [tail, *reads])
+        if run.loss is not None
+        else run.trained,
         loss=run.loss,
         combine=combine_of([one.reductions for one in runs if one.reductions is not None]),
         is_random=run.is_random,
@@ -270,9 +272,11 @@ def _unread(request: Request, reads: Iterable[Sources]) -> Sources:
     return frozenset(("leaf", i) for i in range(len(request.structure.leaves))).difference(*reads)
 
 
-def _trainable(module: nn.Module, units: Sequence[Unit]) -> frozenset[str]:
-    """Name the parameters of units that a batch may train, whether the first samples do or not (of an expert, say)."""
-    return frozenset(name for unit in units for name in unit.parameters if module.get_parameter(name).requires_grad)
+def _trainable(module: nn.Module, units: Sequence[Unit], reads: Iterable[Sources]) -> frozenset[str]:
+    """Name the parameters that a batch may train, whether the first samples do or not: of units, and read by glue."""
+    names = {name for unit in units for name in unit.parameters}
+    names |= {str(name) for sources in reads for kind, name in sources if kind == "parameter"}
+    return frozenset(name for name in names if module.get_parameter(name).requires_grad)
 
 
 def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:

@@ -138,14 +138,15 @@ class PlayedStep:
         return {id(child): path for path, child in self.modules.items()}
 
     def number(self, module: nn.Module, called: int) -> int:
-        """Return the number of the unit that a call of a module is.
+        """Return the number of the unit that a call of a module is: those before it are skipped in this batch.
 
         Raises:
-            PipelineError: if another unit comes next.
+            PipelineError: if that unit does not come any more.
         """
         path = self._paths[id(module)]
-        if called < len(self.trace.units) and self.trace.units[called].path == path:
-            return called
+        for number in range(called, len(self.trace.units)):
+            if self.trace.units[number].path == path:
+                return number
         expected = self.trace.units[called].path if called < len(self.trace.units) else "the end of the step"
         raise PipelineError(
             f"{self.method} calls {path} where it called {expected} when it was traced. A step that calls its "

@@ -6,6 +6,7 @@ Units inside a checkpoint, and those that the plan recomputes, keep nothing but 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -75,7 +76,7 @@ class StepRun:
         number = self._step.number(module, self._called)
         if number >= self._part.end:
             raise _TheRestIsOthers
-        self._called += 1
+        self._called = number + 1
         own = partial(self._own, number, partial(call, *args, **kwargs))
         result = self._of_others(number) if number < self._part.begin else own()
         self._seed(2 * number + 2)
@@ -83,32 +84,28 @@ class StepRun:
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step as far as this stage does; return its result, None before its end."""
-        try:
+        output = None
+        with contextlib.suppress(_TheRestIsOthers):
             output = step()
-        except _TheRestIsOthers:
-            return None
-        if self._called != len(self._step.trace.units):
-            if output is None and self._step.has_backward:
-                self._send_nothing()
-                return None
-            missing = self._step.trace.units[self._called].path
-            raise PipelineError(
-                f"{self._step.method} ended where it called {missing} when it was traced. A step of a pipeline "
-                "must call the same modules every time."
-            )
+        self._send_nothing()
         return output
 
     def _send_nothing(self) -> None:
-        """Send zeros in the place of what the step did not compute, as it skips this batch, and zeros back."""
+        """Send not-a-number (nobody may use it) in the place of what the step skips in this batch, and zeros back."""
         part, step = self._part, self._step
         for k in (k for k in part.sent if k not in self.sent):
             outputs = step.trace.units[k].outputs
             self.sent[k] = tuple(
-                torch.zeros(size_of(output, self._samples), dtype=output.dtype, device=step.device)
+                torch.full(
+                    size_of(output, self._samples),
+                    math.nan if output.dtype.is_floating_point or output.dtype.is_complex else 0,
+                    dtype=output.dtype,
+                    device=step.device,
+                )
                 for output in outputs
             )
         for k in (k for k in part.given if k not in self.leaves):
-            self.leaves[k] = tuple(tensor.detach() for tensor in self._given[k])
+            self.leaves[k] = tuple(self._others.handed(k, self._given[k]))
 
     def _own(self, number: int, call: Callable[[], Any]) -> Any:
         self._seed(2 * number + 1)
