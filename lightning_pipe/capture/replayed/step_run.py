@@ -5,6 +5,7 @@ Units inside a checkpoint, and those that the plan recomputes, keep nothing but 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
