@@ -344,7 +344,7 @@ KINDS |= REFUSED
 def test_what_ranks_cannot_do_alike_is_refused_on_all_of_them(words: str, routes: list[str]) -> None:
     for route in routes:
         for result in World(2).results(fit_kind, words, {**TWO, "capture": route}, deadline_s=40):
-            assert isinstance(result, Raised) and result.kind == "CaptureError", result
+            assert isinstance(result, Raised) and result.kind in ("CaptureError", "UncapturedError"), result
             assert words in result.text and result.text.count("calls the collective") < 2
 
 
