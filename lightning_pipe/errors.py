@@ -88,7 +88,13 @@ class StepError(CaptureError):
 
 
 class ChangedStateError(CaptureError):
-    """Report a step that changes state which it reads again in its next call."""
+    """Report a step that changes state which it reads again in its next call.
+
+    Attributes:
+        state: name of the state, as `self.count`.
+    """
+
+    state = ""
 
 
 class UncapturedError(CaptureError):

@@ -112,6 +112,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._sympy import functions as size_functions
 
 __all__ = [
+    "SET_MULTITHREADING",
     "SIZE_FUNCTIONS",
     "BufferAOTInput",
     "ConstantSource",
@@ -186,6 +187,8 @@ __all__ = [
     "without_overrides",
     "written_by",
 ]
+
+SET_MULTITHREADING: Any = torch._C._set_multithreading_enabled  # for backwards
 
 _OF_SIZES = (
     "FloorDiv ModularIndexing Where PythonMod Mod CleanDiv CeilToInt FloorToInt CeilDiv IntTrueDiv FloatTrueDiv LShift "

@@ -65,15 +65,22 @@ class Wide(pl.LightningModule):
 
 
 class Hungry(torch.optim.SGD):
-    """An optimizer whose step does not find the memory that it needs."""
+    """An optimizer whose step does not find the memory that it needs, in training; trials have small parameters."""
+
+    is_training = False
 
     def step(self, closure=None):
-        closure()
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        loss = super().step(closure)
+        if Hungry.is_training:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return loss
 
 
 class Starved(Wide):
     """Needs too much memory in the optimizer's step of one rank."""
+
+    def on_train_start(self) -> None:
+        Hungry.is_training = True
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         kind = torch.optim.SGD if torch.distributed.get_rank() else Hungry

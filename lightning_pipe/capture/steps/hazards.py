@@ -31,7 +31,14 @@ from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.said_texts import use_of_text
 from lightning_pipe.capture.python.users_code import is_library, users_frame
 from lightning_pipe.capture.steps.keyed_random import PythonRandomness
-from lightning_pipe.capture.torch_private import assert_async, assert_now, has_no_data, is_real, tag_nodes
+from lightning_pipe.capture.torch_private import (
+    SET_MULTITHREADING,
+    assert_async,
+    assert_now,
+    has_no_data,
+    is_real,
+    tag_nodes,
+)
 from lightning_pipe.capture.tracked.number_inputs import has_tracked, with_inputs
 from lightning_pipe.errors import CaptureError, remember
 
@@ -129,6 +136,7 @@ _EQUAL = (torch.equal, torch.Tensor.equal)
 _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or less
     *(torch.sym_float, torch.sym_int, torch.sym_max, torch.sym_min),
     torch.Tensor.is_inference,
+    SET_MULTITHREADING,
 )
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
 _TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__)

@@ -32,7 +32,7 @@ from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, is_result
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told
-from lightning_pipe.errors import ChangedStateError
+from lightning_pipe.errors import CaptureError, ChangedStateError
 from lightning_pipe.lightning_names import pl
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
@@ -132,13 +132,18 @@ class StepState:
 
     def _keep(self, slot: Place, how: Any, value: Any) -> None:
         if not _is_plain(value):
-            self._refuse(slot)
+            raise self._refusal(slot)
         self.kept.append(KeptState(slot.path, slot.name, how, value))
 
     def _refuse(self, slot: Place) -> None:
+        error = self._refusal(slot, kind=ChangedStateError)
+        assert isinstance(error, ChangedStateError), "of the kind that was asked for"
+        error.state = slot.name
+        raise error
+
+    def _refusal(self, slot: Place, *, kind: type[CaptureError] = CaptureError) -> CaptureError:
         line = assignment_line(self.module, slot.name.removeprefix("self."))
-        what = f"it changes {slot.name} and reads it again in the next call (state)"
-        raise hazard(what, line, kind=ChangedStateError)
+        return hazard(f"it changes {slot.name} and reads it again in the next call (state)", line, kind=kind)
 
 
 class DataWriter(TorchFunctionMode):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
@@ -143,6 +142,8 @@ def cut_other(graph: Graph, *, planned: Graph, cuts: tuple[int, ...]) -> tuple[i
         cuts: its cuts.
     """
     found = transfer_cuts(planned, cuts, graph).cuts
+    from lightning_pipe.capture.stages.assign import moved  # needs torch, which plans of published profiles do not
+
     starts = [0, *moved(found, count=len(graph.nodes), forbidden=graph.uncuttable)]
     ends = [*starts[1:], len(graph.nodes)]
     working = next((s for s, (start, end) in enumerate(zip(starts, ends, strict=True)) if start < end), 0)

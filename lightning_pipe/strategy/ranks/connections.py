@@ -116,6 +116,8 @@ def join_ranks(watch: GuardedWatch, *, address: str, port: int) -> dist.Store:  
             hosts = watch.rank == 0 and not has_agent
             store = _store(address, port, ranks=watch.ranks, hosts=hosts, timeout=timeout)
         except (RuntimeError, OSError) as error:
+            if shortage(error):
+                raise
             watch.raise_failure()
             missing = "The rendezvous cannot be hosted" if watch.rank == 0 else "Rank 0, which hosts it, has not come"
             kind = OverdueError if isinstance(error, OverdueError) else PipelineError

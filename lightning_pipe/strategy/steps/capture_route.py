@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
@@ -18,14 +19,26 @@ from lightning_pipe.errors import CaptureError, ChangedStateError, FewSamplesErr
 
 log = logging.getLogger(__name__)
 
+Refusals = Callable[[bool], tuple[int, int]]
+
+
+class Settled(Protocol):
+    """State that settles in the first call of a step, and may be left on the module."""
+
+    def keep(self, name: str) -> bool:
+        """Leave what settles of a state on the module of this rank; return whether there is anything."""
+
+    def undo(self) -> None:
+        """Undo what was left."""
+
 
 def captured_by(
     route: str,
     request: Request,
     *,
     traced: Callable[[Request], UnitTrace],
-    refusals: Callable[[bool], tuple[int, int]],
-    settled: Callable[[Request], tuple[list[str], Callable[[], None]]],
+    refusals: Refusals,
+    settled: Callable[[Request], Settled],
 ) -> Route:
     """Capture a step.
 
@@ -34,8 +47,7 @@ def captured_by(
         request: the step.
         traced: finds the units of the step by a run on real tensors; called on all ranks together.
         refusals: tells the other ranks whether this one refuses a graph; returns how many do and how many there are.
-        settled: leaves on the module what a first call of the step leaves for good; returns the names of that, and
-            what undoes it. Called on all ranks together.
+        settled: finds what a first call of the step leaves for good; called on all ranks together.
 
     Raises:
         UncapturedError: if no route can hold the step.
@@ -48,14 +60,10 @@ def captured_by(
     refusing, ranks = refusals(reason is not None)
     if captured is not None:
         return captured  # if another rank refuses, its error comes to this one too
-    if refusals(isinstance(reason, ChangedStateError)) == (ranks, ranks):
-        names, undo = settled(request)
-        captured, _ = _joint(request) if names else (None, None)
-        if refusals(captured is None) == (0, ranks):
-            assert captured is not None, "no rank refuses it"
-            log.info("%s is captured as its first call leaves %s.", request.method, ", ".join(names))
+    if refusing == ranks and refusals(isinstance(reason, ChangedStateError)) == (ranks, ranks):
+        captured = _captured_settled(request, reason, refusals=refusals, settled=settled)
+        if captured is not None:
             return captured
-        undo()
     assert reason is not None, "a step is captured or refused"
     if route == "joint" or refusing < ranks:
         raise reason
@@ -66,6 +74,28 @@ def captured_by(
             raise UncapturedError(str(reason)) from reason
         raise UncapturedError(f"{reason} Replaying its Python is no way out either: {error}") from reason
     return replay
+
+
+def _captured_settled(
+    request: Request, reason: CaptureError | None, *, refusals: Refusals, settled: Callable[[Request], Settled]
+) -> Capture | None:
+    """Return a step as one graph of the state that settles in its first call; None if it is none on any rank.
+
+    State is left on the module piece by piece, as the trace refuses to read it before the step changes it. What the
+    step only writes is not read, although it may settle: it is of each batch.
+    """
+    found = settled(request)
+    names: list[str] = []
+    ranks = refusals(False)[1]
+    while refusals(isinstance(reason, ChangedStateError) and found.keep(reason.state)) == (ranks, ranks):
+        assert isinstance(reason, ChangedStateError), "asked before"
+        names.append(reason.state)
+        captured, reason = _joint(request)
+        if refusals(captured is None) == (0, ranks):
+            log.info("%s is captured as its first call leaves %s.", request.method, ", ".join(names))
+            return captured
+    found.undo()
+    return None
 
 
 def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError]:

@@ -65,6 +65,32 @@ def keep_all(
     return undo
 
 
+class SettledState:
+    """Changes of Python state that rank 0 has found to settle, each of which may be left on the module of this rank.
+
+    Args:
+        changes: their tensors are on the host.
+        module: the module of this rank.
+        device: where their tensors go.
+    """
+
+    def __init__(self, changes: Sequence[KeptState], module: pl.LightningModule, device: torch.device) -> None:
+        self._changes = list(changes)
+        self._module, self._device = module, device
+        self._undo = contextlib.ExitStack()
+
+    def keep(self, name: str) -> bool:
+        """Leave the changes of a state, or inside it, on the module; return whether there are any."""
+        inside = [one for one in self._changes if one.name == name or one.name.startswith((f"{name}[", f"{name}."))]
+        self._changes = [one for one in self._changes if all(one is not other for other in inside)]
+        self._undo.push(keep_all(inside, self._module, self._device))
+        return bool(inside)
+
+    def undo(self) -> None:
+        """Undo what was left."""
+        self._undo.close()
+
+
 def _undoing(slot: Place, change: KeptState) -> Callable[[], object]:
     """Return what undoes a change that is about to be made."""
     now: Any = slot.read()

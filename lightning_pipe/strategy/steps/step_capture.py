@@ -26,7 +26,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.on_device import run_on_device
 from lightning_pipe.strategy.steps.capture_route import captured_by
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.kept_state import keep_all
+from lightning_pipe.strategy.steps.kept_state import SettledState
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 
 log = logging.getLogger(__name__)
@@ -159,11 +159,10 @@ class StepCapture:
         run = partial(trace_units, parts=self._setup.links.control.ranks)
         return self._run_on_first(run, call, request, what="the units of the step")
 
-    def _settled(self, call: StepRequest, request: Request) -> tuple[list[str], Callable[[], None]]:
-        """Leave on the module of every rank what a first call of the step leaves for good; return how to undo it."""
+    def _settled(self, call: StepRequest, request: Request) -> SettledState:
+        """Return what a first call of the step leaves for good."""
         settled = self._run_on_first(settled_state, call, request, what="what a first call of the step leaves")
-        undo = keep_all(settled, self._setup.module, self._setup.device)
-        return [change.name for change in settled], undo.close
+        return SettledState(settled, self._setup.module, self._setup.device)
 
     def _run_on_first(
         self, run: Callable[[Request, Sequence[torch.Tensor]], T], call: StepRequest, request: Request, *, what: str
