@@ -302,7 +302,7 @@ class PlanMaker:
         whole = captured.capture.whole
         if not whole:
             return self._config
-        if self._config.microbatches != 1:
+        if self._config.microbatches != 1 or max(self._config.replicas or (1,)) > 1:  # else they are what was asked for
             warn_of_whole_batches(captured.request.method, whole)
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
