@@ -76,7 +76,7 @@ def assert_same(found: Fit, expected: Fit) -> None:
         torch.testing.assert_close(one, two, **ROUNDING)
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step.where}, {step.reader}, {step.when}, {step.what}")
 def test_what_a_backward_reads_is_what_it_reads_on_one_device(step: BackwardStep, tmp_path: Path) -> None:
     """A list that a custom function read in its backward was frozen as the first step had seen it."""

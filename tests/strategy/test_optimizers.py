@@ -25,7 +25,7 @@ from strategy.test_second_plan import changing, strategy_of
 
 STEPS, SAVED_AT = 8, 5
 PIPE = {"layout": "1-1", "microbatches": 4}
-EVERY_TIME = {"Muon and AdamW", "Shampoo", "ScheduleFree", "Lookahead", "ByOrder", "Counting", "InAttributes"}
+EVERY_TIME = {"Muon and AdamW", "ScheduleFree", "Lookahead", "Counting"}
 KINDS = {**TRAINED, **{kind: make for kind, (make, _) in {**REFUSED, **REFUSED_ON_RANKS}.items()}}
 UNMOVABLE = {"InAttributes"}  # they keep more of a parameter than their states, so the first plan stays
 

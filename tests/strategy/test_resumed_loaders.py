@@ -318,7 +318,7 @@ def save_and_resume(name: str, layouts: tuple[str, str], way: str, steps: int, p
     return resume(name, layouts[1], path)
 
 
-QUICK = ["counting", "its own iterator", "order by epoch", "sampler", "workers", "list"]
+QUICK = ["counting", "sampler", "workers"]
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, LOADERS))

@@ -26,6 +26,7 @@ from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.strategy.ranks import connections
 from lightning_pipe.strategy.ranks.launchers import GuardedScriptLauncher
 from ranks.world import Raised, World
+from slow import slow_but
 from strategy.fits import dapple, make_trainer
 from strategy.test_data import alone as feed_of_one_rank
 from strategy.test_deaths import alone as watch_of_rank
@@ -74,7 +75,7 @@ def fit_with_few_files(left: int) -> None:
         trainer.fit(Net(), DataLoader(torch.ones(8, 4), 4))
 
 
-@pytest.mark.parametrize("left", [4, 12, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("left", slow_but([12], [4, 12, 24]))
 def test_ranks_without_descriptors_end_before_the_deadline_and_name_the_limit(left: int) -> None:
     begin = time.monotonic()
     results = World(2).results(fit_with_few_files, left)
