@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -86,11 +87,11 @@ def test_ranks_without_descriptors_end_before_the_deadline_and_name_the_limit(le
 
 
 def test_a_rank_that_cannot_look_for_the_first_one_says_so_at_once() -> None:
-    watch, begin = watch_of_rank(1), time.monotonic()
-    with pytest.raises(OSError, match="Too many open files"), FilesLeft(0):
-        connections.join_ranks(watch, address="127.0.0.1", port=1)
-    assert time.monotonic() - begin < watch.patience.deadline_s
-    watch.close()
+    begin = time.monotonic()
+    with contextlib.closing(watch_of_rank(1)) as watch:  # or its guard would end this process at the deadline
+        with pytest.raises(OSError, match="Too many open files"), FilesLeft(0):
+            connections.join_ranks(watch, address="127.0.0.1", port=1)
+        assert time.monotonic() - begin < watch.patience.deadline_s
 
 
 def raising(error: Exception) -> Callable[..., Any]:
