@@ -130,28 +130,23 @@ SCALARS = {
 LISTS = ("VALUES", "ALL()", "Scale.values", "Static.values", "CONFIG.inner.values", "owner.values")
 DICTS = ("TABLE", "Static.table", "CONFIG.inner.table", "owner.table")
 
+_BACKWARD = """
+    @staticmethod
+    def backward(ctx, gradient):
+        owner = ctx.owner
+        {check}
+        return gradient * ({value}), None
+"""
 _OLD = """
     @staticmethod
     def forward(ctx, x, owner):
         ctx.owner = owner
-        return x.view_as(x)
-    @staticmethod
-    def backward(ctx, gradient):
-        owner = ctx.owner
-        {check}
-        return gradient * ({value}), None
-"""
+        return x.view_as(x)"""
 _NEW = """
     @staticmethod
     def forward(x, owner): return x.view_as(x)
     @staticmethod
-    def setup_context(ctx, inputs, output): ctx.owner = inputs[1]
-    @staticmethod
-    def backward(ctx, gradient):
-        owner = ctx.owner
-        {check}
-        return gradient * ({value}), None
-"""
+    def setup_context(ctx, inputs, output): ctx.owner = inputs[1]"""
 _HOOK = """
         owner = self
         def hook(*given):
@@ -189,8 +184,8 @@ _RECOMPUTED = """
 """
 # reader -> what is added to the function, to the constructor and to the step
 READERS = {
-    "Function": (_OLD, "", _APPLIED),
-    "Function with setup_context": (_NEW, "", _APPLIED),
+    "Function": (_OLD + _BACKWARD, "", _APPLIED),
+    "Function with setup_context": (_NEW + _BACKWARD, "", _APPLIED),
     "hook on a tensor": _by_step("given[0] * ({value})", "hidden.register_hook(hook)"),
     "function on a tensor": _by_file("hidden.register_hook(scaled)"),
     "hook on a node": _by_step(_OF_TUPLE, "hidden.grad_fn.register_hook(hook)"),

@@ -61,7 +61,7 @@ def captured_by(
     if captured is not None:
         return captured  # if another rank refuses, its error comes to this one too
     if refusing == ranks and refusals(isinstance(reason, ChangedStateError)) == (ranks, ranks):
-        captured = _captured_settled(request, reason, refusals=refusals, settled=settled)
+        captured = _captured_settled(request, reason, settled(request), refusals=refusals, ranks=ranks)
         if captured is not None:
             return captured
     assert reason is not None, "a step is captured or refused"
@@ -77,24 +77,22 @@ def captured_by(
 
 
 def _captured_settled(
-    request: Request, reason: CaptureError | None, *, refusals: Refusals, settled: Callable[[Request], Settled]
+    request: Request, reason: CaptureError | None, settled: Settled, *, refusals: Refusals, ranks: int
 ) -> Capture | None:
     """Return a step as one graph of the state that settles in its first call; None if it is none on any rank.
 
     State is left on the module piece by piece, as the trace refuses to read it before the step changes it. What the
     step only writes is not read, although it may settle: it is of each batch.
     """
-    found = settled(request)
     names: list[str] = []
-    ranks = refusals(False)[1]
-    while refusals(isinstance(reason, ChangedStateError) and found.keep(reason.state)) == (ranks, ranks):
+    while refusals(isinstance(reason, ChangedStateError) and settled.keep(reason.state)) == (ranks, ranks):
         assert isinstance(reason, ChangedStateError), "asked before"
         names.append(reason.state)
         captured, reason = _joint(request)
         if refusals(captured is None) == (0, ranks):
             log.info("%s is captured as its first call leaves %s.", request.method, ", ".join(names))
             return captured
-    found.undo()
+    settled.undo()
     return None
 
 
