@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?P<body>(?:.*\n)*?)^```$", re.MULTILINE)
-COMPARED = {"schedules.md", "README.md"}  # whose drawings other tests compare with the simulator
+COMPARED = {"schedules.md", "concepts.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
     "a drawing": 6,
     "needs a checkout": 7,
