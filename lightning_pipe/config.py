@@ -34,60 +34,60 @@ class DappleConfig:
     """Options of `Trainer(strategy="dapple")`; all have defaults.
 
     Attributes:
-        plan: file of the plan to use (YAML); None lets the planner make one.
-        planner: who makes the plan; "auto" asks all planners, and takes what the simulator finds best.
-        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one of stage 1 (per device, where schedule
-            or stages_per_device give it several); None lets the planner choose ("uniform" takes one rank per stage).
-        schedule: order of the computes: a name (see docs/schedules.md), or a file that lists it (CSV, as
-            torch.distributed.pipelining writes it); None lets the planner choose.
+        plan: plan file (YAML) to use instead of planning; None lets the planner make one.
+        planner: "auto" runs all planners and takes the plan that the simulator finds best; or the name of one planner.
+        layout: ranks per stage, e.g. "2-1" for two replicas of stage 0 and one rank for stage 1 (per device, if
+            schedule or stages_per_device give it several); None lets the planner choose ("uniform" takes one rank per
+            stage).
+        schedule: order of the forward and backward passes: a name (see docs/schedules.md), or a CSV file as
+            torch.distributed.pipelining writes it; None lets the planner choose.
         stages_per_device: stages per device, for schedules that run several; None lets the planner choose.
         warmup: warm-up depth of 1F1B: "pa", "pb", "1f1b*", a depth, or one depth per stage such as "4,3,2,1"; None lets
             the planner choose.
         microbatches: micro-batches per batch; None lets the planner choose.
-        costs: what plans are judged by: "measured" times every operation and link once, "counted" counts operations
-            and bytes and supposes equal devices.
-        cluster: file or preset (`conf/cluster`) that says which devices and links there are; None measures them.
-        cache: directory where measured times, captured graphs and passed checks are kept; None takes the user's cache
-            directory, "off" keeps nothing.
-        capture: route by which the step becomes stages: "joint" as one graph, "replay" by running its Python on every
-            rank, "auto" the first that can.
-        check: whether the captured step is compared with the plain one before training, on the first micro-batch.
-        recheck: whether that is done at every start, even where an earlier one has compared the very same.
-        witness: whether the Python of a captured step runs again now and then, on tensors that compute nothing, to see
-            whether it still does what was captured.
-        post_validation: whether a rank goes on to the next batch before the others have ended theirs, and looks later
-            whether its optimizer step was right (clipping by norm): zero-bubble schedules then have no bubble.
-        compile: whether the functions of the stages are compiled by Inductor for the sizes of the first batches; what
-            cannot be compiled, or is not the same up to rounding when it first runs, runs as it is.
-        cuda_graphs: whether what these functions launch on CUDA, compiled or not, is recorded once and launched as one.
+        costs: how plans are evaluated: "measured" times every operation and link once, "counted" counts operations and
+            bytes and assumes equal devices.
+        cluster: file or preset (`conf/cluster`) that describes devices and links; None measures them.
+        cache: directory for measured times, captured graphs and passed checks; None takes the user's cache directory,
+            "off" stores nothing.
+        capture: "joint" captures the step as one graph, "replay" runs its Python on every rank, "auto" takes the first
+            of them that works.
+        check: compare the captured step with `training_step` itself on the first micro-batch, before training.
+        recheck: repeat the check at every start, even if this step has passed it before.
+        witness: periodically re-run the captured step's Python on empty tensors, to detect changes.
+        post_validation: begin the next batch before the other ranks have ended this one, and check later whether the
+            optimizer step was right (clipping by norm): zero-bubble schedules then have no bubble.
+        compile: compile the functions of the stages with Inductor for the sizes of the first batches. A function that
+            cannot be compiled, or gives other results than rounding explains, runs uncompiled.
+        cuda_graphs: run each stage, compiled or not, as a CUDA graph.
         batch_dim: dimension of the batch's tensors along which samples lie.
         seed: seed of the random numbers inside the step; None takes torch's own seed.
-        exact_ties: whether gradients of a parameter that several stages use (tied embeddings) are added for every
-            micro-batch, in the order of one device, instead of once per step: bit-equal results for more traffic.
-        deadline_s: seconds after which a wait for another rank is reported as an error.
-        report: HTML page (`.html`) of plan, timelines, memory and alternatives, or a directory for it and for plan,
-            profile, cluster, trace and pictures; None writes none.
-        memory_limit: most memory that a rank may take, such as "16GiB", or by kind of device, such as
-            "V100: 15GiB, T4: 14GiB" (or a mapping); None lets it take what its device has free. Plans keep to it, and
-            CUDA's allocator is held to it.
-        keep_freed_memory: whether ranks on CPUs keep what a step frees for the next one, as devices do (with glibc, and
-            without a limit): faster, but no other process has that memory meanwhile.
-        shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them,
-            step that part, and tell each other the result: "on", "off", or "auto" where plans do not fit without.
-        measure_memory: whether the memory of one of the recorded steps is measured, which makes that step slow on a
-            CPU; on other devices, and for a report, it always is.
-        trace: file to write the recorded timeline to (Perfetto JSON); None writes none.
-        timeline_steps: optimizer steps that are recorded at the beginning, to be compared with the prediction.
-        replan: whether to plan once more where these steps were predicted wrong, and to go on by a better plan.
-        start_method: how the processes of one host are started: "popen" runs the script again, the others are those
-            of multiprocessing.
-        weights: file or directory that parameters get their values from, instead of from the module's initialisers;
-            every rank reads what it holds.
-        save_distributed_checkpoint: whether a checkpoint is a directory into which every rank writes its part.
-        async_checkpoint: whether training goes on while such a directory is written, from a copy in the host's memory.
-        restore: where the module is whole after a fit: on "all" ranks, on the "first", on "none", or by "auto" on all
-            if each has the memory.
-        verbose: whether rank 0 shows the log: how the step is captured and why, and what takes how long.
+        exact_ties: add gradients of a parameter that several stages use (tied embeddings) after every micro-batch, in
+            the order of one device, instead of once per step: bit-equal results, but more traffic.
+        deadline_s: longest wait for another rank, in seconds, before the run stops.
+        report: HTML page (`.html`) of plan, timelines, memory and alternatives, or a directory for the page and for
+            plan, profile, cluster, trace and pictures; None writes none.
+        memory_limit: memory limit per rank, such as "16GiB", or by kind of device, such as "V100: 15GiB, T4: 14GiB" (or
+            a mapping); None allows all free memory of the device. Plans stay within it, and CUDA's allocator enforces
+            it.
+        keep_freed_memory: ranks on CPUs reuse freed memory in the next step, as devices do (with glibc, and without a
+            limit): faster, but other processes cannot use that memory meanwhile.
+        shard_optimizer: shard the optimizer state over ranks with the same parameters (ZeRO, stage 1): "on", "off", or
+            "auto": only if no plan fits otherwise.
+        measure_memory: measure the memory of one recorded step, which makes that step slow on a CPU; other devices, and
+            reports, always measure it.
+        trace: file for the recorded timeline (Perfetto JSON); None writes none.
+        timeline_steps: number of optimizer steps recorded at the start and compared with the prediction.
+        replan: if the prediction was wrong, plan again with measured times and switch to a better plan.
+        start_method: how the processes of one host start: "popen" runs the script again, the others are those of
+            multiprocessing.
+        weights: initial weights (file or directory) instead of the module's initialisers; each rank loads only its own
+            part.
+        save_distributed_checkpoint: write sharded checkpoints: a directory to which every rank writes its part.
+        async_checkpoint: write sharded checkpoints in the background, from a copy in the host's memory.
+        restore: which ranks get the full module back after a fit: "all", the "first", "none", or "auto": all, if each
+            has the memory.
+        verbose: show the log on rank 0: how the step is captured and why, and the time of each phase.
     """
 
     plan: str | None = None
