@@ -144,7 +144,8 @@ def compare(
     """Let several planners plan the same step; return the plan of each, or why it has none, by planner.
 
     Args:
-        model, batch: as for `plan`.
+        model: as for `plan`.
+        batch: as for `plan`.
         planners: who plans; by default all but "exhaustive".
         options: further options, as for `plan`.
 

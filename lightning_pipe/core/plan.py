@@ -18,21 +18,21 @@ Share = Literal["samples", "microbatches"]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: where it begins, which ranks run it, how these share a micro-batch, and what it does not keep.
+    """One stage: where it begins, which ranks run it, how they share a micro-batch, and its activation policy.
 
-    Places in `recompute` and `offload` are names of tensors that F saves (`gelu_3`), or of nodes or modules, which mean
-    all saved tensors that are made there. What is named in neither is kept.
+    Names in `recompute` and `offload` are those of saved activations (`gelu_3`), or of nodes or modules, which mean all
+    their saved outputs. All other saved activations are kept.
 
     Attributes:
         at: name of a forward node or path of a module at which the stage begins; "" for the first stage.
         ranks: ranks that run the stage, in replica order.
         share: `samples`: replicas take slices of every micro-batch (after DAPPLE); `microbatches`: they take whole
-            micro-batches in turn, which keeps batch statistics those of the micro-batch.
-        weights: proportions in which replicas share the samples of a micro-batch, one integer each; () in equal parts.
-        recompute: places whose saved tensors F drops and the backward recomputes, just before it reads them.
-        offload: places whose saved tensors are copied to the host's memory after F, and back before the backward.
-        beside_copy: computes of a rank that run beside such a copy after F; then the rank waits for its end, and gives
-            the memory up. None: as many as the copy takes, by the times that the plan is judged with.
+            micro-batches in turn, so that batch statistics cover whole micro-batches.
+        weights: proportions in which replicas share the samples of a micro-batch, one integer each; () for equal parts.
+        recompute: activations that F drops and the backward computes again, just before it reads them.
+        offload: activations that are copied to the host's memory after F, and back before the backward.
+        beside_copy: passes that a rank runs during such a copy after F; then the rank waits for the copy and frees the
+            memory. None: the number that the copy takes, by the times with which the plan is evaluated.
     """
 
     at: str
@@ -51,7 +51,7 @@ def keeps_all(stage: StagePlan) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole decision.
+    """A complete plan of a step.
 
     Attributes:
         stages: the stages in forward order.
@@ -59,12 +59,11 @@ class Plan:
         schedule: name in `schedule.SCHEDULES`.
         options: options of the schedule, for example `{"warmup": "pb"}`.
         graph: fingerprint of the graph it was made for; "" in a hand-written plan fits any graph.
-        order: computes of every rank in their order, such as "0F0 0F1 0B0", where they were decided with the plan; ()
-            where the schedule decides them again. Batches with fewer micro-batches leave out those they do not have.
-        shard_optimizer: whether ranks that hold the same parameters each keep the optimizer state of a part of them
-            (`core.sharding`).
-        ignore_checkpoints: whether what `torch.utils.checkpoint` in the module would not keep is kept, unless a stage
-            says otherwise; by default it is recomputed, unless a stage offloads it.
+        order: passes of every rank in order, such as "0F0 0F1 0B0", if they were decided with the plan; () if the
+            schedule decides them. Batches with fewer micro-batches leave out the passes of the missing ones.
+        shard_optimizer: shard the optimizer state over ranks with the same parameters (`core.sharding`).
+        ignore_checkpoints: keep the activations that `torch.utils.checkpoint` in the module drops, unless a stage says
+            otherwise; by default they are recomputed, unless a stage offloads them.
     """
 
     stages: tuple[StagePlan, ...]

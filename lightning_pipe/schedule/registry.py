@@ -121,15 +121,14 @@ def register_schedule(
     stages_per_device: Sequence[int] = (1,),
     chunks: Sequence[int] | None = None,
 ) -> None:
-    """Add a schedule of your own; plans, configurations and the command line know it by its name then.
+    """Add a schedule of your own, for use by name in plans, configurations and the command line.
 
-    What it decides is verified like everything else before it is priced or run. Register it on every rank, for example
-    where the module is defined.
+    Its orders are verified before they are simulated or run. Register it on every rank, for example next to the module.
 
     Args:
         name: a new name.
-        order: returns the computes of every rank, in order, for a layout, a number of micro-batches and options.
-        shape: layouts that it is made for: "looping", "zigzag" or "both ways" (see `schedule.construct.layout_shapes`).
+        order: returns the passes of every rank, in order, for a layout, a number of micro-batches and options.
+        shape: layouts that it supports: "looping", "zigzag" or "both ways" (see `schedule.construct.layout_shapes`).
         stages_per_device: numbers of stages per device that planners may try, the first being the default.
         chunks: the old name of `stages_per_device`.
 

@@ -104,17 +104,17 @@ log = logging.getLogger(__name__)
 
 
 class DappleStrategy(ParallelStrategy):
-    """Train as a pipeline of stages.
+    """Train as a pipeline of stages; import it from `lightning_pipe`.
 
     Args:
-        config: options; or give its fields as keyword arguments (`plan` to `restore`), which `DappleConfig` describes.
-        accelerator: as for every strategy of Lightning; the trainer sets it, and the next four.
-        parallel_devices: the same.
-        cluster_environment: the same.
-        checkpoint_io: the same.
-        precision_plugin: the same.
+        config: all options at once. Or set its fields as keyword arguments (`plan` to `verbose`): see `DappleConfig`.
+        accelerator: as for every strategy of Lightning. The Trainer sets this and the next four arguments.
+        parallel_devices: as for every strategy.
+        cluster_environment: as for every strategy.
+        checkpoint_io: as for every strategy.
+        precision_plugin: as for every strategy.
         process_group_backend: backend of the default process group; by default the device's.
-        unknown: nothing; options that do not exist are refused with the names of those that do.
+        unknown: not accepted: an option that does not exist is refused, with the nearest existing name.
 
     Example:
         >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
@@ -223,17 +223,17 @@ class DappleStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan of the last fit (or validate, test, predict), once it is made."""
+        """Return the plan of the last fit, validate, test or predict; None before there is one."""
         return self.outcome.plan
 
     @property
     def comparison(self) -> Comparison | None:
-        """Return how the first steps of the last fit went beside their prediction; on rank 0, once it is known."""
+        """Return the first steps of the last fit, predicted and measured; on rank 0, after these steps."""
         return self.outcome.comparison
 
     @property
     def foreseen(self) -> tuple[Foreseen, ...]:
-        """Return the memory that the plan of the last fit foresees, by rank; () before it is made."""
+        """Return the predicted memory of the last fit by rank; () before there is a plan."""
         return () if self._session is None else self._session.foreseen
 
     @property
@@ -243,7 +243,7 @@ class DappleStrategy(ParallelStrategy):
 
     @property
     def steps_taken_back(self) -> int:
-        """Return how many optimizer steps of the last fit were taken back and taken again (`post_validation`)."""
+        """Return the number of optimizer steps of the last fit that were undone and repeated (`post_validation`)."""
         return self.outcome.steps_taken_back
 
     @property
@@ -630,10 +630,11 @@ class DappleStrategy(ParallelStrategy):
 
     @contextlib.contextmanager
     def whole_module(self) -> Iterator[None]:
-        """Have the current values of all parameters and buffers in the module of every rank, inside.
+        """Give the module of every rank the current values of all parameters and buffers, inside the context.
 
-        For hooks that all ranks run: averages of weights, histograms, copies, `state_dict()`. What all ranks write to
-        parameters inside stays. It takes the memory of the whole module for that long; gradients stay where they are.
+        Use it in hooks that all ranks run: averages of weights, histograms, copies, `state_dict()`. Writes to
+        parameters are kept if all ranks make them. Every rank needs memory for the whole module meanwhile; gradients do
+        not move.
 
         Example:
             >>> with self.trainer.strategy.whole_module():  # doctest: +SKIP
