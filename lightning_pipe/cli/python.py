@@ -145,8 +145,8 @@ def compare(
 
     Args:
         model: as for `plan`.
-        batch: as for `plan`.
         planners: who plans; by default all but "exhaustive".
+        batch: as for `plan`.
         options: further options, as for `plan`.
 
     Raises:
