@@ -86,7 +86,7 @@ def test_a_captured_step_that_is_wrong_is_refused_on_every_rank(capture):
     for result in World(2).results(fit_wrong, capture):
         assert isinstance(result, Raised) and result.kind == "CaptureError", result
         for words in (
-            f"Chain.training_step, captured by the route {capture}, does not compute",
+            f"Chain.training_step, captured by the route {capture}, gives other results",
             "on the first micro-batch (4 samples, the same random numbers) its loss is ",
             "and the gradient of layers.",
             ": Linear) has ",

@@ -270,8 +270,8 @@ def _refusal(captured: Route, request: Request, samples: int, *, loss: Differenc
             f"{worst.plain:.9g}"
         )
     return (
-        f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, does not compute what it "
-        f"computes plainly: on the first micro-batch ({samples} samples, the same random numbers) {found}. That is "
+        f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, gives other results than "
+        f"the plain step: on the first micro-batch ({samples} samples, the same random numbers) {found}. That is "
         f"{max(loss.relative, worst.relative):.1e} of the largest value, and rounding in {_spelled(worst.dtype)} "
         f"explains {worst.allowed:.1e}. {advice(captured)}"
     )
