@@ -1,9 +1,9 @@
-"""Generator of docs/schedules.md below its marker: a table of all schedules, a section and drawing for each.
+"""Generator of the table of all schedules in docs/schedules.md, and of the text of a page for each schedule.
 
     python -m benchmarks.schedule_docs
 
-Prose above the marker is written by hand and stays. What stands below comes from the docstrings of the schedules, from
-`WHEN`, and from the simulation that `lightning-pipe schedules` shows.
+It replaces everything below the marker of docs/schedules.md. Figures come from the simulation that `lightning-pipe
+schedules` shows, texts from the docstrings of the schedules and from `WHEN`. `benchmarks.site` writes the pages.
 """
 
 from __future__ import annotations
@@ -77,23 +77,26 @@ def page(text: str) -> str:
 
 
 def _below() -> Iterator[str]:
-    found = {name: [shown(name, case) for case in CASES.values()] for name in own_schedules()}
+    cases = {name: [shown(name, case) for case in CASES.values()] for name in own_schedules()}
     yield f"## All schedules on {CASE.devices} devices\n"
     yield (
-        "Seconds for which a device is idle on average, from the first start to the last end, if F, I and W of a "
-        f"device's share take one each, with {CASE.microbatches} micro-batches and free messages. Then with one "
-        "difference at a time: backwards that are not split send their gradient at their end (fused), or messages take "
-        f"{QUICK:g}, or {SLOW:g}; then with several. Kept: the most micro-batches of a device's share at once, of "
-        f"{CASE.microbatches}.\n"
+        f"Average idle time of a device with {CASE.microbatches} micro-batches, from the first start to the last end. "
+        "F, I and W of a device's share take one unit of time each, and messages are free. Each further column changes "
+        "what its title says. *Fused*: the backward is one piece, and sends its gradient at its end. *Messages*: their "
+        f"time, in forwards. *Kept*: the most micro-batches of its share that a device holds at once, of "
+        f"{CASE.microbatches}. Every page has the source, a drawing and the memory of each device.\n"
     )
-    yield from _table(("schedule", *CASES, "kept", "parameters"), (_row(name, runs) for name, runs in found.items()))
-    for name, (first, *_) in found.items():
-        yield from _section(name, first)
+    yield from _table(("schedule", *CASES, "kept", "parameters"), (_row(name, runs) for name, runs in cases.items()))
 
 
 def _row(name: str, runs: Sequence[Shown]) -> list[str]:
     first = runs[0]
-    return [f"[{name}](#{name})", *(f"{one.idle:.4g}" for one in runs), f"{max(first.shares):g}", f"{first.copies:g}x"]
+    return [
+        f"[{name}](schedule/{name}.md)",
+        *(f"{one.idle:.4g}" for one in runs),
+        f"{max(first.shares):g}",
+        f"{first.copies:g}x",
+    ]
 
 
 def _table(headings: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
@@ -102,25 +105,29 @@ def _table(headings: Sequence[str], rows: Iterator[list[str]]) -> Iterator[str]:
     yield ""
 
 
-def _section(name: str, one: Shown) -> Iterator[str]:
-    yield f"## {name}\n"
-    yield from (f"{paragraph}\n" for paragraph in _source(name))
+def section(name: str, example: Shown) -> Iterator[str]:
+    """Yield the paragraphs of a schedule's page: source, use, figures and drawing of an example on `CASE`."""
+    yield from _source(name)
     if name in WHEN:
-        yield f"**When.** {WHEN[name]}\n"
-    stages = len(one.stages(0))
+        yield f"**When.** {WHEN[name]}"
+    stages = len(example.stages(0))
     yield (
         f"**{CASE.devices} devices, {CASE.microbatches} micro-batches**, {stages} stage{'s' * (stages > 1)} per device:"
-        f" makespan {one.timeline.makespan:g}{_without_flush(one)}, idle with flush {one.idle:g}, bubble "
-        f"{one.bubble:.1%}; devices keep "
-        f"{', '.join(map(str, one.kept))} micro-batches of all their stages, at most {max(one.shares):g} of their "
-        f"share; {'one copy' if one.copies == 1 else f'{one.copies:g} copies'} of the parameters.\n"
+        f" makespan {example.timeline.makespan:g}{_without_flush(example)}, idle with flush {example.idle:g}, bubble "
+        f"{example.bubble:.1%}; devices keep {', '.join(map(str, example.kept))} micro-batches of all their stages, at "
+        f"most {max(example.shares):g} of their share; "
+        f"{'one copy' if example.copies == 1 else f'{example.copies:g} copies'} of the parameters."
     )
-    yield f"```text\n{one.drawing}\n```\n"
+    yield f"```text\n{example.drawing}\n```"
 
 
 def _without_flush(one: Shown) -> str:
     is_shorter = one.ahead_s < one.timeline.makespan * (1 - 1e-9)
-    return f" ({one.ahead_s:g} from step to step [without a flush](#steps-without-a-flush))" if is_shorter else ""
+    return (
+        f" ({one.ahead_s:g} from step to step [without a flush](../schedules.md#steps-without-a-flush))"
+        if is_shorter
+        else ""
+    )
 
 
 def _source(name: str) -> tuple[str, ...]:

@@ -8,16 +8,14 @@ plots that runs use; the report is that of a plan on a cluster preset.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.schedule_docs import own_schedules
-from lightning_pipe.cli.schedules import SchedulesOptions, shown
+from benchmarks.schedule_docs import CASE, own_schedules, section
+from lightning_pipe.cli.schedules import shown
 from lightning_pipe.core.program import AnyCompute, Bucket, Edge, Layout, Traffic, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.errors import PipeError
 from lightning_pipe.report import plot_memory, plot_timeline
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
@@ -79,28 +77,15 @@ DRAWN: dict[str, Callable[[Path], None]] = {
 }
 
 
-def schedule_pages() -> dict[str, str]:
-    """Return a page for each schedule: its section of schedules.md, with a picture where its text drawing is."""
-    text = (DOCS / "schedules.md").read_text(encoding="utf-8")
-    pages = {}
-    for name in own_schedules():
-        found = re.search(rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-        assert found is not None, f"docs/schedules.md has no section {name}"
-        picture = f"![{name} on 4 devices](../pictures/schedule_{name}.png)"
-        body = (
-            found[1]
-            .strip()
-            .replace("](", "](../")
-            .replace("](../http", "](http")
-            .replace("](../#", "](../schedules.md#")
-        )
-        pages[name] = f"# {name}\n\n{picture}\n\n{body}\n\n[All schedules](../schedules.md)\n"
-    return pages
-
-
-def draw_schedule(name: str, path: Path) -> None:
-    """Draw a schedule on four devices with eight micro-batches; one that cannot be made for them raises."""
-    plot_timeline(shown(name, SchedulesOptions()).timeline, path, title=f"{name}, 4 devices, 8 micro-batches")
+def write_schedule_page(name: str) -> None:
+    """Write the page of a schedule, and the picture of its example."""
+    example = shown(name, CASE)
+    picture = f"schedule_{name}.png"
+    title = f"{name}, {CASE.devices} devices, {CASE.microbatches} micro-batches"
+    plot_timeline(example.timeline, PICTURES / picture, title=title)
+    paragraphs = [f"# {name}", f"![{title}](../pictures/{picture})", *section(name, example)]
+    text = "\n\n".join([*paragraphs, "[All schedules](../schedules.md)\n"])
+    (PAGES / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -109,13 +94,9 @@ def main() -> None:
     PAGES.mkdir(exist_ok=True)
     for name, draw in DRAWN.items():
         draw(PICTURES / name)
-    for name, page in schedule_pages().items():
-        try:
-            draw_schedule(name, PICTURES / f"schedule_{name}.png")
-        except PipeError as error:
-            page = re.sub(r"!\[.*?\]\(.*?\)\n", f"No picture: {error}\n", page, count=1)
-        (PAGES / f"{name}.md").write_text(page, encoding="utf-8")
-    print(f"{len(DRAWN)} pictures, and a page and a picture for each of {len(schedule_pages())} schedules")
+    for name in own_schedules():
+        write_schedule_page(name)
+    print(f"{len(DRAWN)} pictures, and a page and a picture for each of {len(own_schedules())} schedules")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What docs/schedules.md says of schedules is what they do: its lower part is generated, and up to date."""
+"""What docs/schedules.md says of schedules is what they do: its table is generated, and up to date."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.schedule_docs import MARKER, PAGE, WHEN, own_schedules, page
+from benchmarks.schedule_docs import CASE, MARKER, PAGE, WHEN, own_schedules, page, section
+from lightning_pipe.cli.schedules import shown
 from lightning_pipe.schedule import SCHEDULES, Schedule
 
 
@@ -29,7 +30,13 @@ def test_prose_above_the_marker_stays(monkeypatch):
     monkeypatch.setattr("benchmarks.schedule_docs.SCHEDULES", {"gpipe": SCHEDULES["gpipe"]})
     text = page(f"written by hand\n{MARKER}old")
     assert text.startswith(f"written by hand\n{MARKER}\n## All schedules") and "old" not in text
-    assert "\n## gpipe\n" in text and "1f1b" not in text
+    assert "| [gpipe](schedule/gpipe.md) |" in text and "1f1b" not in text
+
+
+def test_the_page_of_a_schedule_has_its_source_its_use_and_its_drawing():
+    source, *_, use, figures, drawing = section("gpipe", shown("gpipe", CASE))
+    assert source.startswith("GPipe: ") and use == f"**When.** {WHEN['gpipe']}" and "makespan 30" in figures
+    assert drawing.startswith("```text\n0 | F0 F1 F2")
 
 
 def test_a_page_without_the_marker_is_refused():

@@ -6,8 +6,9 @@ Needs mkdocs-material and mkdocstrings (the extra `docs`), matplotlib and Chromi
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,8 @@ SEARCH = """new Promise(async answer => {
   await until(text => text.includes("Type to start"))
   type(WORDS)
   await until(text => /matching/.test(text))
-  answer([...document.querySelectorAll(".md-search-result__item > a")].slice(0, 3).map(a => a.pathname))
+  const hits = [...document.querySelectorAll(".md-search-result__item")].slice(0, 3)
+  answer(hits.map(hit => hit.querySelector("a").pathname))
 })"""
 
 
@@ -228,3 +230,15 @@ def test_pages_raise_no_errors_and_are_as_wide_as_a_narrow_screen(site: Path, br
             wide[path.name] = width
     assert not wide
     assert not browser.errors
+
+
+@pytest.mark.slow
+def test_pictures_have_the_colour_of_a_dark_page_behind_them(site: Path, browser: Browser) -> None:
+    image = pytest.importorskip("PIL.Image")
+    browser.open(site / "concepts.html")
+    browser.evaluate("document.body.dataset.mdColorScheme = 'slate'")
+    box = browser.evaluate("document.querySelector('.md-typeset img').getBoundingClientRect().toJSON()")
+    corner = {"x": box["x"] - 3, "y": box["y"] + 6, "width": 12, "height": 1, "scale": 1}
+    data = base64.b64decode(browser.call("Page.captureScreenshot", format="png", clip=corner)["data"])
+    colours = image.open(io.BytesIO(data)).convert("RGB").getcolors()
+    assert colours and len(colours) == 1 and max(colours[0][1]) < 80
