@@ -83,7 +83,7 @@ def _below() -> Iterator[str]:
         f"Average idle time of a device with {CASE.microbatches} micro-batches, from the first start to the last end. "
         "F, I and W of a device's share take one unit of time each, and messages are free. Each further column changes "
         "what its title says. *Fused*: the backward is one piece, and sends its gradient at its end. *Messages*: their "
-        f"time, in forwards. *Kept*: the most micro-batches of its share that a device holds at once, of "
+        f"time, in forwards. *Kept*: the most micro-batches of its share that a device keeps at once, of "
         f"{CASE.microbatches}. Every page has the source, a drawing and the memory of each device.\n"
     )
     yield from _table(("schedule", *CASES, "kept", "parameters"), (_row(name, runs) for name, runs in cases.items()))
