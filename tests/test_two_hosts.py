@@ -5,6 +5,7 @@ Hosts are network namespaces; needs root and iproute2.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -31,6 +32,11 @@ trainer.fit(Net(), datamodule=Data())
 report(trainer)
 """
 ADDRESS = "10.0.0.1"
+SBATCH_OPTIONS = frozenset(  # of `sbatch --help` (Slurm 24.05), those that a training job may need
+    "account array chdir comment constraint cpus-per-gpu cpus-per-task distribution error exclude exclusive export "
+    "gpus gpus-per-node gpus-per-task gres job-name mail-type mail-user mem mem-per-cpu mem-per-gpu nodelist nodes "
+    "ntasks ntasks-per-gpu ntasks-per-node open-mode output partition qos requeue reservation signal time".split()
+)
 
 
 def command(launcher: str, host: int) -> tuple[list[str], dict[str, str]]:
@@ -81,3 +87,21 @@ def test_a_card_is_chosen_only_where_the_name_of_a_host_leads_to_itself(monkeypa
     monkeypatch.setattr(network_card.socket, "gethostbyname", lambda name: "10.1.2.3")
     assert network_card.choose_card("127.0.0.1", hosts=2) is None
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_sbatch_file_of_the_page_has_options_of_sbatch_and_a_task_for_each_rank() -> None:
+    page = (ROOT / "docs" / "two_hosts.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```\w*\n(#!/bin/bash\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    parsed = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert parsed.returncode == 0 and not parsed.stderr, parsed.stderr
+    lines = script.splitlines()[1:]
+    head = list(itertools.takewhile(lambda line: line.startswith("#"), lines))  # sbatch reads no option after a command
+    assert [line for line in lines if "#SBATCH" in line] == [line for line in head if line.startswith("#SBATCH ")]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, re.MULTILINE))
+    assert len(options) == script.count("#SBATCH"), "an option is not written as --name=value, or stands there twice"
+    assert options.keys() <= SBATCH_OPTIONS, options.keys() - SBATCH_OPTIONS
+    assert re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", options["time"])
+    command = next(line for line in lines if line.startswith("srun "))
+    nodes, devices = (re.findall(rf"\b{name}[= ](\d+)", command) for name in ("num_nodes", "devices"))
+    assert nodes == [options["nodes"]]
+    assert devices == [options["ntasks-per-node"]] == [options["gpus-per-node"]]
