@@ -33,7 +33,7 @@ SEARCHES = {
     "from_pretrained": "hugging_face",
     "save_pretrained": "hugging_face",
     "LoRA": "hugging_face examples",
-    "OOM": "bigger_model memory troubleshooting",
+    "OOM": "bigger_model memory troubleshooting terms",
     "out of memory": "bigger_model memory troubleshooting",
     "memory_limit": "options memory",
     "sbatch": "two_hosts",
@@ -61,7 +61,7 @@ SEARCHES = {
     "Hydra": "examples options",
     "deadlock": "troubleshooting",
     "hang": "troubleshooting",
-    "elastic": "troubleshooting two_hosts from-ddp",
+    "elastic": "terms troubleshooting",
     "BatchNorm": "capture compatibility",
 }
 SEARCH = """new Promise(async answer => {
