@@ -42,8 +42,8 @@ WHEN = {
     "or parameters that are gathered for each stage.",
     "zb_h1": "In the memory of 1F1B's first device, with free messages, half of its idle time. No more messages.",
     "zb_h2": "Links are slow. With free messages it takes as long as `zb_h1` and keeps nearly twice as much.",
-    "2bp": "Micro-batches so small that W of several at once (`join`) is quicker than one by one, and memory for what "
-    "W needs of all. Without `join` it takes no less time than 1F1B, which sends its gradients early anyway.",
+    "2bp": "Micro-batches so small that W of several at once (`join`) is quicker than one by one, and memory for the "
+    "inputs of all W. Without `join` it takes no less time than 1F1B, which sends its gradients early anyway.",
     "zb_v": "F, I and W take about equally long, and links are fast: hardly idle, in the memory of 1F1B. The first and "
     "the last stage are on one device, and so are embeddings that they share.",
     "zb_v_greedy": "As `zb_v` where F, I and W take different times.",

@@ -1,7 +1,7 @@
 """BitPipe: two V-shaped pipes in opposite directions (after Wu, Chen and Yu 2024, arXiv 2410.19367).
 
 Chimera with two stages per device and pipe: half the bubble, the same weights and activations in all, and twice the
-messages. The order of a unit of p micro-batches, and how units follow each other, was read off the authors' code
+messages. The order of a unit of p micro-batches, and the sequence of units, come from the authors' code
 (github.com/wuhouming/BitPipe, `bitpipe_schedule.py`).
 
 Legend: d device, p devices, h = p/2, r = min(d, p-1-d). Home is the pipe that enters the row on the side of the device,

@@ -1,9 +1,9 @@
 """Breadth-first: all micro-batches go through one round of stages before any goes through the next.
 
-Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. Bubble and messages are those of interleaved
-1F1B if there are at least as many micro-batches as devices, but every micro-batch of every stage is kept. What it buys:
-each device works on a stage in two blocks, one of forwards and one of backwards. Parameters that are sharded are
-gathered once per block and gradients reduced once per step, beside the computes of the next block.
+Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4. It has the bubble and messages of
+interleaved 1F1B if there are at least as many micro-batches as devices, but keeps every micro-batch of every stage. In
+return, each device works on a stage in two blocks, one of forwards and one of backwards. Sharded parameters are then
+gathered once per block and gradients reduced once per step, overlapping the computes of the next block.
 """
 
 from __future__ import annotations

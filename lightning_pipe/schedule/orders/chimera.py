@@ -1,8 +1,8 @@
 """Chimera: two 1F1B pipes in opposite directions fill each other's gaps (after Li and Hoefler, SC'21, section 3).
 
 Every stage stands on two devices, d and p-1-d, with the same weights: memory for two stages' weights per device, and
-one reduction of gradients per step for each. In return the bubble of a unit of p micro-batches is p-2 computes of equal
-length, not 2 (p-1), and devices keep p/2 + 1 to p micro-batches.
+one all-reduce of gradients per step for each. In return the bubble of a unit of p micro-batches is p-2 computes of
+equal length, not 2 (p-1), and devices keep p/2 + 1 to p micro-batches.
 
 More micro-batches than a unit (names of the paper, rules as in the code of its authors, github.com/Shigangli/Chimera):
 

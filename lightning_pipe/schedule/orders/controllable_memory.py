@@ -2,8 +2,8 @@
 
 Source: Qi, Wan, Amar and Lin, Pipeline Parallelism with Controllable Memory (2024); the offsets of the blocks are those
 of its published program. The stages go along the devices and back. Every micro-batch runs the same block of F and I,
-one period of six units after the one before; how long the block lets a stage keep its activations decides the memory.
-What is free goes to W. The ends of the pipeline are then squeezed:
+one period of six units after the previous one. The time for which a block keeps a stage's activations decides the
+memory. Free units go to W. The ends of the pipeline are then squeezed:
 
     1. place the blocks, and W in free units, first come first served; the most that a device now keeps is the peak
     2. move every compute, first to last, to the earliest free unit in which it can run without raising the peak

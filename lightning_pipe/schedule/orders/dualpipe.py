@@ -1,4 +1,4 @@
-"""DualPipe and DualPipeV: forwards of one direction beside backwards of the other, W where a device would wait.
+"""DualPipe and DualPipeV: pairs of a forward of one direction and a backward of the other, W where a device would wait.
 
 After DeepSeek-AI (DeepSeek-V3, arXiv 2412.19437, section 3.2.1) and its code (github.com/deepseek-ai/DualPipe,
 `dualpipe.py`, `dualpipev.py`). DualPipe runs two pipes in opposite directions, every stage on two devices; DualPipeV

@@ -2,9 +2,9 @@
 
 Stages go along the devices in a zigzag; one wave is once forth and back, 2 stages per device, and W waves are 2 W.
 Folding Chimera's two pipes onto each other gives a wave, with one copy of the weights; at its turning points values
-stay on their device. The order was derived so, by the slots of `time_slots`: it agrees with what the paper says of
-waves, but there is no public code to compare with. More waves shorten the bubble and send more messages; every device
-keeps the activations of at most p micro-batches.
+stay on their device. The order is derived in this way, by the slots of `time_slots`. It agrees with the paper's
+description of waves, but there is no public code to compare with. More waves shorten the bubble and send more messages.
+Every device keeps the activations of at most p micro-batches.
 
 Legend: d device, p devices, S = 2 W p stages, u unit of p micro-batches.
 """

@@ -1,12 +1,11 @@
 """2BP: a known order whose weight gradients wait until the end, or until the device would wait.
 
-Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation" (W is its backward-p2). A device keeps what W needs
-of all micro-batches whose I has run: with "end" of all of them, whatever the base order keeps. The time is that of
-sending the input gradient before W in the base order, which `lower` does in every order; "idle" uses what is left. As
-in the paper, W of several micro-batches that follow each other can be one product of their concatenated samples, which
-takes less time where micro-batches are small: `join` says of how many at most. A stage whose W mixes samples (batch
-statistics), or needs a number made of one micro-batch, computes them one by one all the same; the table of the plan
-says which do.
+Source: Rae, Lee and Richings 2024, "2BP: 2-Stage Backpropagation" (W is its backward-p2). A device keeps the inputs of
+W of all micro-batches whose I has run: with "end" of all micro-batches, whatever the base order keeps. `lower` sends
+input gradients before W in every order, so the time is the base order's; "idle" uses the remaining idle time. As in the
+paper, W of up to `join` consecutive micro-batches can be one product of their concatenated samples. That takes less
+time if micro-batches are small. A stage whose W mixes samples (batch statistics), or needs a number made of one
+micro-batch, computes them one by one; the table of the plan names these stages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Zero bubble H1 and H2: weight gradients wait, and fill what would be idle at the end.
+"""Zero bubble H1 and H2: weight gradients wait, and fill the idle time at the end.
 
 Source: Qi, Wan, Huang and Lin, Zero Bubble Pipeline Parallelism (2023), section 2. I needs the I of the next stage, W
-only its own I. So W runs some computes behind I, and is caught up at the end, where a device would wait for the next
-stage. On device d, with one stage on each:
+only its own I. So W runs some computes after I. It catches up at the end, when a device would wait for the next stage.
+On device d, with one stage on each:
 
                       H1                                    H2
     forwards first    p - 1 - d                             2 (p - 1 - d)

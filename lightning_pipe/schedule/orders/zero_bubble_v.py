@@ -2,8 +2,8 @@
 
 Source: Qi, Wan, Huang and Lin, Zero Bubble Pipeline Parallelism (2023), section 6; the order is that of
 `ScheduleZBVZeroBubble` of torch.distributed.pipelining. The stages go along the devices and back, so that the loss is
-on the device that holds the input, and its backward can begin right there. The backward is split, and W fills what
-would be idle.
+on the device that holds the input, and its backward can begin right there. The backward is split, and W fills the
+idle time.
 
 That holds where F, I and W take equally long; "zb_v_greedy" is for other times.
 

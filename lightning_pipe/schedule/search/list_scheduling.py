@@ -1,10 +1,10 @@
 """PE: computes and messages advance in cycles, one micro-batch per step and cycle.
 
 After the pipeline execution of SPP (Luo, Yi, Long, Fan, Wu, Yang and Lin, "Efficient Pipeline Planning for Expedited
-Distributed DNN Training", INFOCOM 2022), reconstructed from its abstract and from recollection. Links are resources as
-devices are, so a micro-batch goes through J = 4 S - 3 steps: S forwards and S - 1 messages between them, the last
-stage's F and B being one step, then as many messages and backwards. In cycle t step j works on micro-batch t - j. Every
-device and every link takes what it has to do by cycles, and starts it as soon as its inputs are there.
+Distributed DNN Training", INFOCOM 2022), reconstructed from its abstract and from recollection. Links are resources
+like devices, so a micro-batch goes through J = 4 S - 3 steps: S forwards with S - 1 messages between them, then as many
+messages and backwards, the last stage's F and B being one step. In cycle t step j works on micro-batch t - j. Every
+device and every link works by cycles, and starts each piece as soon as its inputs are there.
 
 Where no device and no link has more than C to do for one micro-batch, every cycle takes at most C, since what a block
 waits for belongs to earlier cycles:

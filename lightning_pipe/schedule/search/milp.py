@@ -1,6 +1,6 @@
 """Mixed-integer program of OptPipe: the order, and the copies to the host, of least time within memory, by HiGHS.
 
-After OptPipe (2025), reconstructed from what its abstract says. A compute a starts at t_a and takes d_a seconds; y_ab
+After OptPipe (2025), reconstructed from its abstract. A compute a starts at t_a and takes d_a seconds; y_ab
 is 1 if a runs before b, where both are on one device; T is the end of all. The least T, such that
 
     t_b >= t_a + d_a + message              where b takes what a makes
