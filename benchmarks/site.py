@@ -23,6 +23,7 @@ from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 
 DOCS = Path(__file__).parent.parent / "docs"
+RARELY_SOUGHT = "---\nsearch:\n  boost: 0.5\n---"  # other pages come first among the hits of a search
 PICTURES, PAGES = DOCS / "pictures", DOCS / "schedule"
 FOUR = ((0,), (1,), (2,), (3,))
 UNIT = UnitPrices(reduction=0.5, step=0.5, saved=2**20)
@@ -83,7 +84,7 @@ def write_schedule_page(name: str) -> None:
     picture = f"schedule_{name}.png"
     title = f"{name}, {CASE.devices} devices, {CASE.microbatches} micro-batches"
     plot_timeline(example.timeline, PICTURES / picture, title=title)
-    paragraphs = [f"# {name}", f"![{title}](../pictures/{picture})", *section(name, example)]
+    paragraphs = [RARELY_SOUGHT, f"# {name}", f"![{title}](../pictures/{picture})", *section(name, example)]
     text = "\n\n".join([*paragraphs, "[All schedules](../schedules.md)\n"])
     (PAGES / f"{name}.md").write_text(text, encoding="utf-8")
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NARROW = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-# Words that people type, and the pages of which one is among the first three hits.
+# Words that people type, and pages: one of them has to be among the first three hits.
 SEARCHES = {
     "install": "quickstart",
     "samples": "terms command_line concepts",
@@ -92,6 +93,7 @@ class Browser:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         assert self.process.stderr is not None
         address = next(line.split()[-1] for line in self.process.stderr if "DevTools listening" in line)
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()  # a full pipe would stop the browser
         self.loop = asyncio.new_event_loop()
         self.errors: list[str] = []
         self.calls = 0
@@ -143,7 +145,7 @@ class Browser:
         self.loop.run_until_complete(self.session.close())
         self.loop.close()
         self.process.terminate()
-        self.process.communicate()
+        self.process.wait(30)
 
 
 class Links(HTMLParser):
@@ -199,16 +201,18 @@ def pages(site: Path) -> list[Path]:
 @pytest.mark.slow
 def test_words_that_people_type_find_their_page_among_the_first_three(site: Path, browser: Browser) -> None:
     browser.open(site / "index.html")
-    hits = {words: browser.evaluate(SEARCH.replace("WORDS", repr(words))) for words in SEARCHES}
-    found = {words: [Path(path).stem for path in paths] for words, paths in hits.items()}
-    lost = {words: found[words] for words, names in SEARCHES.items() if not set(names.split()) & set(found[words])}
-    assert not lost
+    misses = {}
+    for words, names in SEARCHES.items():
+        hits = [Path(path).stem for path in browser.evaluate(SEARCH.replace("WORDS", repr(words)))]
+        if not set(names.split()) & set(hits):
+            misses[words] = hits
+    assert not misses
 
 
 @pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_file_and_a_place_in_it(site: Path) -> None:
     links = {path: Links(path) for path in pages(site)}
-    lost = []
+    broken = []
     for path, page in links.items():
         for target in page.targets:
             parts = urlsplit(target)
@@ -216,8 +220,8 @@ def test_every_link_of_the_site_leads_to_a_file_and_a_place_in_it(site: Path) ->
                 continue
             file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not file.is_file() or (file in links and unquote(parts.fragment) not in links[file].anchors):
-                lost.append(f"{path.relative_to(site)}: {target}")
-    assert links and not lost
+                broken.append(f"{path.relative_to(site)}: {target}")
+    assert links and not broken
 
 
 @pytest.mark.slow
