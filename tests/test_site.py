@@ -199,7 +199,7 @@ def pages(site: Path) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_words_that_people_type_find_their_page_among_the_first_three(site: Path, browser: Browser) -> None:
+def test_words_that_people_type_find_their_page_among_the_first_three(browser: Browser, site: Path) -> None:
     browser.open(site / "index.html")
     misses = {}
     for words, names in SEARCHES.items():
@@ -225,7 +225,7 @@ def test_every_link_of_the_site_leads_to_a_file_and_a_place_in_it(site: Path) ->
 
 
 @pytest.mark.slow
-def test_pages_raise_no_errors_and_are_as_wide_as_a_narrow_screen(site: Path, browser: Browser) -> None:
+def test_pages_raise_no_errors_and_are_as_wide_as_a_narrow_screen(browser: Browser, site: Path) -> None:
     browser.call("Emulation.setDeviceMetricsOverride", **NARROW)
     wide = {}
     for path in pages(site):
@@ -237,7 +237,7 @@ def test_pages_raise_no_errors_and_are_as_wide_as_a_narrow_screen(site: Path, br
 
 
 @pytest.mark.slow
-def test_pictures_have_the_colour_of_a_dark_page_behind_them(site: Path, browser: Browser) -> None:
+def test_pictures_have_the_colour_of_a_dark_page_behind_them(browser: Browser, site: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     browser.open(site / "concepts.html")
     browser.evaluate("document.body.dataset.mdColorScheme = 'slate'")
