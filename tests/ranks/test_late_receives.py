@@ -123,7 +123,7 @@ def fit_with_late_receives(case: fits.Case) -> fits.Fitted:
         return fitted
 
 
-@pytest.mark.parametrize("layout", ["1-1", "2"])
+@pytest.mark.parametrize("layout", ["1-1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_fit_that_measures_plans_clips_and_validates_is_that_of_ranks_whose_host_carries_messages(
     layout: str,
 ) -> None:

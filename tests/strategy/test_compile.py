@@ -130,8 +130,14 @@ def fit_recorded(case: Case) -> tuple[Fitted, Again, list[str]]:
     ("name", "options", "fit_options"),
     [
         ("gpt_tied", {"layout": "1-1", "microbatches": 4, "schedule": "zb_h1"}, {"gradient_clip_val": 0.5}),
-        ("gpt_tied", {"layout": "1-1", "microbatches": 3, "schedule": "gpipe"}, {"accumulate_grad_batches": 2}),
-        ("gpt_tied", {"layout": "1-1", "microbatches": 4, "schedule": "interleaved", "stages_per_device": 2}, {}),
+        pytest.param(
+            *("gpt_tied", {"layout": "1-1", "microbatches": 3, "schedule": "gpipe"}, {"accumulate_grad_batches": 2}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("gpt_tied", {"layout": "1-1", "microbatches": 4, "schedule": "interleaved", "stages_per_device": 2}, {}),
+            marks=pytest.mark.slow,
+        ),
         ("resnet_batchnorm", {"layout": "2", "microbatches": 2}, {}),
     ],
     ids=["zero bubble", "gpipe", "interleaved", "replicas"],
