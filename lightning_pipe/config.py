@@ -78,6 +78,8 @@ class DappleConfig:
             reports, always measure it.
         trace: file for the recorded timeline (Perfetto JSON); None writes none.
         timeline_steps: number of optimizer steps recorded at the start and compared with the prediction.
+        watch_every: record one optimizer step in so many, and give the Trainer's loggers a row of its figures (`pipe/...`,
+            see docs/monitoring.md); 0 gives them neither rows nor the plan.
         replan: if the prediction was wrong, plan again with measured times and switch to a better plan.
         start_method: how the processes of one host start: "popen" runs the script again, the others are those of
             multiprocessing.
@@ -118,6 +120,7 @@ class DappleConfig:
     measure_memory: bool = False
     trace: str | None = None
     timeline_steps: int = 5
+    watch_every: int = 50
     replan: bool = True
     start_method: str = "popen"
     weights: str | None = None
@@ -331,6 +334,7 @@ _RULES = {
     "measure_memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
+    "watch_every": _Rule(int, "an integer of at least 0", least=0),
     "replan": _Rule(bool, "true or false"),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
     "weights": _Rule(str, "the path of a file or directory of weights"),

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
     from lightning.fabric.utilities.seed import pl_worker_init_function
-    from lightning.fabric.utilities.throughput import Throughput
+    from lightning.fabric.utilities.throughput import Throughput, get_available_flops
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import BasePredictionWriter, OnExceptionCheckpoint, ThroughputMonitor
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -30,9 +31,10 @@ else:
     _MODULES = {
         "fabric.plugins": "CheckpointIO ClusterEnvironment TorchCheckpointIO",
         "fabric.utilities.seed": "pl_worker_init_function",
-        "fabric.utilities.throughput": "Throughput",
+        "fabric.utilities.throughput": "Throughput get_available_flops",
         "pytorch.accelerators": "Accelerator",
         "pytorch.callbacks": "BasePredictionWriter OnExceptionCheckpoint ThroughputMonitor",
+        "pytorch.loggers": "Logger TensorBoardLogger",
         "pytorch.plugins.precision": "HalfPrecision MixedPrecision Precision",
         "pytorch.strategies": "ParallelStrategy",
         "pytorch.trainer.states": "TrainerFn",
@@ -54,16 +56,19 @@ __all__ = [
     "ClusterEnvironment",
     "CombinedLoader",
     "HalfPrecision",
+    "Logger",
     "MixedPrecision",
     "OnExceptionCheckpoint",
     "ParallelStrategy",
     "Precision",
     "SIGTERMException",
+    "TensorBoardLogger",
     "Throughput",
     "ThroughputMonitor",
     "TorchCheckpointIO",
     "TrainerFn",
     "callbacks_of",
+    "get_available_flops",
     "is_overridden",
     "is_param_in_hook_signature",
     "isolate_rng",

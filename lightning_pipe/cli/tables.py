@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_pipe.core.graph import Graph
+from lightning_pipe.cost.utilization import model_flops, seconds_at_peak
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of
@@ -63,36 +62,15 @@ def _tokens(judged: Judged, problem: Problem) -> str:
 
 
 def _model_flops(judged: Judged, problem: Problem) -> str:
-    """Return the model's own operations per second and device, and what share of the peak that is.
-
-    "" where they, or the devices, are not known. What is recomputed does not count, so the share is the model FLOPs
-    utilization (MFU) of Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022, appendix B), with the
-    peak of the type of numbers of each operation:
-
-        seconds of a device alone at its peak = flops of the model x sum over types (share of the type / its peak)
-        MFU = 1 / (sum over devices of 1 / these seconds) / seconds of the step
-    """
-    flops: float = sum(node.flops + node.backward_flops for node in problem.graph.nodes)
-    flops *= problem.samples / problem.graph.samples
+    """Return the model's own operations per second and device, and the MFU; "" where they are not known."""
+    flops = model_flops(problem.graph, problem.samples)
     devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
     rates = [device.rates for device in devices if device.rates is not None]
     if not flops or not judged.step_s or len(rates) < len(devices):
         return ""
     told = f"{flops / judged.step_s / len(devices) / 1e12:.3g} TFLOP/s per device"
-    if not all(rate.peak_flops_per_s for rate in rates):
-        return f"{told}, "
-    shares = _types(problem.graph)
-    alone_s = [flops * sum(share / rate.peak_of(dtype) for dtype, share in shares.items()) for rate in rates]
-    return f"{told} (MFU {format_share(1 / sum(1 / seconds for seconds in alone_s) / judged.step_s, 0)}), "
-
-
-def _types(graph: Graph) -> dict[str, float]:
-    """Return the share of each type of numbers in the floating point operations."""
-    found: Counter[str] = Counter()
-    for operation in graph.operations:
-        found[operation.dtype] += operation.flops
-    whole = found.total()
-    return {dtype: count / whole for dtype, count in found.items() if count} if whole else {"": 1.0}
+    seconds = seconds_at_peak(problem.graph, problem.samples, [rate.peak_of for rate in rates])
+    return f"{told} (MFU {format_share(seconds / judged.step_s, 0)}), " if seconds else f"{told}, "
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,12 @@ from lightning_pipe.strategy.parameters.sharding import SharedState
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.first_steps import FirstSteps
+from lightning_pipe.strategy.plans.logged_rows import PipeLog
 from lightning_pipe.strategy.plans.plan_report import introduce
 from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_mixing
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.plans.second_plan import steps_left
+from lightning_pipe.strategy.plans.watched_steps import StepWatch
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
@@ -134,6 +136,8 @@ class Session:
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._first_steps: FirstSteps | None = None
+        self._watched: StepWatch | None = None
+        self._log: PipeLog | None = None  # of rank 0, in a fit
         self._example, self._is_summarised = module.example_input_array, False
         self._traces = traces_made()
         self._metrics.begin()
@@ -147,6 +151,11 @@ class Session:
     def comparison(self) -> Comparison | None:
         """Return how the first steps by the plan went beside their prediction; on rank 0, once it is known."""
         return None if self._first_steps is None else self._first_steps.comparison
+
+    @property
+    def row(self) -> Mapping[str, float]:
+        """Return what loggers were last given, on rank 0."""
+        return {} if self._log is None else self._log.row
 
     @property
     def foreseen(self) -> tuple[Foreseen, ...]:
@@ -173,6 +182,8 @@ class Session:
                 optimizers=optimizers,
                 may_change=self._later is None and are_movable and _plans_again(self._config),
             )
+        if self._config.watch_every:
+            self._watch_steps(optimizers)
         if not are_movable and _plans_again(self._config):
             rank_zero_info(
                 f"{type(optimizers[0]).__name__} keeps more of a parameter than optimizer.state[parameter] has, which "
@@ -183,6 +194,20 @@ class Session:
             clipper = Clipper(groups, weights=self.weights, links=self._links, device=self._device, later=self._later)
             clipper.install(self._plugin)
             self._clippers.append(clipper)
+
+    def _watch_steps(self, optimizers: Sequence[Optimizer]) -> None:
+        """Have rows for loggers from now on."""
+        control, trainer = self._links.control, self._module.trainer
+        if control.rank == 0:
+            self._log = PipeLog(self._module, batch_dim=self._config.batch_dim, device=self._device)
+        self._watched = StepWatch(
+            self._config.watch_every,
+            control=control,
+            device=self._device,
+            optimizers=optimizers,
+            ranks_per_host=trainer.num_devices,
+            log=self._log,
+        )
 
     def _begin_step(self) -> None:
         """Look whether gradients may be rubbish, since a rank has failed; drop what other ranks step."""
@@ -326,10 +351,14 @@ class Session:
             self._refuse_other_optimizers()
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
-        first = self._first_steps if method == TRAINING else None
+        first, watched = (self._first_steps, self._watched) if method == TRAINING else (None, None)
+        if watched is not None and self._log is not None:
+            self._log.begin_batch()
         if first is not None and first.are_over and not self._is_accumulating:
             self._look_back(first, call)
         recording = None if first is None else first.recording
+        if watched is not None and recording is None:
+            recording = watched.recording(self._module.trainer.global_step, is_new=not self._is_accumulating)
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
@@ -352,6 +381,8 @@ class Session:
             self._stop = ran.stop
             if recording is not None:
                 recording.add(ran)
+            if self._log is not None:
+                self._log.note_batch(ran.samples, call.structure)
             return returned
         said = self._pipeline.evaluate(call, turn)
         self._stop = said.stop if isinstance(said, StepResult) else None
@@ -384,7 +415,7 @@ class Session:
 
     def _look_back(self, first: FirstSteps, call: StepRequest) -> None:
         """Say how the first steps by the plan went; where they show a better one, go on by that."""
-        first.tell()
+        self._tell(first)
         if not first.may_change_plan or self._keeps_gradients():
             return
         trainer, passed = self._module.trainer, self._stopwatch.seconds
@@ -398,6 +429,15 @@ class Session:
             for groups in self.groups:
                 groups.bring(stepped, control=self._links.control)
             self._follow_plan(call)
+
+    def _tell(self, first: FirstSteps) -> None:
+        """Say how the first steps went, and log it."""
+        recorded = first.tell()
+        if recorded is not None and self._log is not None:
+            rates = self._log.take_rates(recorded.graph, sum(recorded.program.sizes))
+            memory = [peak.total_bytes for peak in recorded.memory]
+            step = self._module.trainer.global_step - 1
+            self._log.log_steps(recorded.comparable, memory=memory, rates=rates, step=step)
 
     def _follow_weights(self, stepped: Mapping[str, tuple[int, ...]]) -> None:
         """Have the optimizer state of parameters that this rank holds too from now on; on all ranks together."""
@@ -451,7 +491,9 @@ class Session:
             healthy: whether all ranks come here; only then the whole trained module can be put together.
         """
         if healthy and self._first_steps is not None:
-            self._first_steps.tell()
+            self._tell(self._first_steps)
+        if self._watched is not None:
+            self._watched.end(self._module.trainer.global_step, healthy=healthy)
         if healthy:
             self.settle()
             ranks = whole_ranks(self._config, self.weights, self._links.control)
@@ -534,6 +576,8 @@ class Session:
         proposal = self._pipeline.proposal
         if proposal is not None:  # on rank 0
             introduce(proposal, replace(graph, samples=self._pipeline.samples(call.structure)))
+            if self._log is not None:
+                self._log.log_plan(proposal)
         return plan, graph
 
     def _have_in_place(self) -> None:

@@ -160,6 +160,7 @@ class DappleStrategy(ParallelStrategy):
         measure_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
+        watch_every: int = 50,
         replan: bool = True,
         start_method: str = "popen",
         weights: str | os.PathLike[str] | None = None,
@@ -230,6 +231,11 @@ class DappleStrategy(ParallelStrategy):
     def comparison(self) -> Comparison | None:
         """Return the first steps of the last fit, predicted and measured; on rank 0, after these steps."""
         return self.outcome.comparison
+
+    @property
+    def pipe_metrics(self) -> Mapping[str, float]:
+        """Return the last row that loggers were given, by its names (`pipe/bubble`); on rank 0, once there is one."""
+        return {} if self._session is None else self._session.row
 
     @property
     def foreseen(self) -> tuple[Foreseen, ...]:

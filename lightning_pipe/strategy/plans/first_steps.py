@@ -14,7 +14,7 @@ from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, write_files
 from lightning_pipe.strategy.plans.planning import Planned
-from lightning_pipe.strategy.plans.recording import Recording
+from lightning_pipe.strategy.plans.recording import Recorded, Recording
 from lightning_pipe.strategy.plans.second_plan import SecondPlan
 from lightning_pipe.strategy.plans.stale_times import forget_stale_times
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -51,7 +51,7 @@ class FirstSteps:
         self._config, self._pipeline, self._control = config, pipeline, control
         self._device, self._optimizers = device, optimizers
         self._second = SecondPlan() if may_change else None
-        self.recording: Recording | None = Recording(config, device=device, optimizers=optimizers)
+        self.recording: Recording | None = self._begun()
         self.comparison: Comparison | None = None
         self._told: Comparison | None = None  # of those that were told of last
 
@@ -65,21 +65,26 @@ class FirstSteps:
         """Return whether another plan may be taken; the same on all ranks."""
         return self._second is not None
 
-    def tell(self) -> None:
-        """Compare what was recorded with what was predicted, and say it; on all ranks together."""
+    def tell(self) -> Recorded | None:
+        """Compare what was recorded with what was predicted, and say it; on all ranks together.
+
+        Returns:
+            What was recorded, on rank 0; None elsewhere, and if nothing was since the last call.
+        """
         recording, self.recording, self._told = self.recording, None, None
         if recording is None:
-            return
+            return None
         recorded = recording.finish(self._control, host=socket.gethostname())
         planned = self._pipeline.proposal
         if recorded is None or planned is None:
-            return
+            return None
         found = findings(planned, recorded)
         if found is not None:
             self.comparison = self._told = found.comparison
             rank_zero_info(comparison_table(found.comparison, brief=True))
             forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
         write_files(self._config, planned, recorded, found)
+        return recorded
 
     def change_plan(self, call: StepRequest, *, loading: Sequence[int], steps: float, change_s: float) -> bool:
         """Take another plan, if what was told shows a better one; on all ranks together.
@@ -113,5 +118,11 @@ class FirstSteps:
         if self._control.broadcast(second.is_settled, source=0, what="whether the plan stays now"):
             self._second = None
         else:
-            self.recording = Recording(self._config, device=self._device, optimizers=self._optimizers)
+            self.recording = self._begun()
         return True
+
+    def _begun(self) -> Recording:
+        config, device = self._config, self._device
+        wants_memory = config.measure_memory or config.report is not None or device.type == "cuda"
+        steps = config.timeline_steps
+        return Recording(steps, wants_memory=wants_memory, device=device, optimizers=self._optimizers)

@@ -21,7 +21,6 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture.device_streams import finish_stream
-from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.program import Step, VerifiedProgram
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report import RankPeak, aligned, clock_offsets
@@ -81,19 +80,21 @@ class Recording:
     """The first steps of one rank.
 
     Args:
-        config: how many steps are recorded, and whether memory is measured.
+        steps: optimizer steps that are recorded.
+        wants_memory: whether the memory of one of them is measured.
         device: of this rank.
         optimizers: of the trainer.
     """
 
-    def __init__(self, config: DappleConfig, *, device: torch.device, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, steps: int, *, wants_memory: bool, device: torch.device, optimizers: Sequence[Optimizer]
+    ) -> None:
         self._optimizers = [inner for optimizer in optimizers for inner in inner_optimizers(optimizer)]
         self._clock = _Clock(device)
         self._ran: list[StepResult] = []
         self._memory: RankPeak | None = None
         self._held: tuple[tuple[float, int], ...] = ()
-        self._left = config.timeline_steps
-        self._wants_memory = config.measure_memory or config.report is not None or device.type == "cuda"
+        self._left, self._wants_memory = steps, wants_memory
         self._hooks = [optimizer.register_step_post_hook(self._clock.mark) for optimizer in optimizers]
 
     @property
@@ -126,6 +127,15 @@ class Recording:
             events = (_lasting(event, marks[0], marks[-1]) for event in last.timeline.events)
             self._ran[-1] = replace(last, timeline=Timeline(tuple(events)))
 
+    def close(self) -> list[StepResult]:
+        """Stop recording, and return what was recorded on this rank."""
+        self._close_step()
+        self._left = 0
+        for hook in self._hooks:
+            hook.remove()
+        ran, self._ran, self._hooks = self._ran, [], []
+        return ran
+
     def finish(self, control: ControlPlane, *, host: str) -> Recorded | None:
         """Stop recording and bring everything to rank 0; on all ranks together. None elsewhere, or without steps.
 
@@ -133,11 +143,7 @@ class Recording:
             control: to the other ranks.
             host: name of this host.
         """
-        self._close_step()
-        self._left = 0
-        for hook in self._hooks:
-            hook.remove()
-        ran, self._ran, self._hooks = self._ran, [], []
+        ran = self.close()
         if not ran:
             return None
         mine = _OfRank(host, tuple(step.timeline for step in ran), self._memory, self._held)

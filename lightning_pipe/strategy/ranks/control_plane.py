@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -120,8 +120,7 @@ class ControlPlane:
         assert source in self._told_by, "connections are made by all ranks together, so not now"
         others = [rank for rank in self._everyone if rank != source]
         if self.rank == source:
-            self._leaving = [handle for handle in self._leaving if not handle.landed()]
-            self._leaving += [self._transport.send([tensor], peer=rank) for rank in others]
+            self._let_go([self._transport.send([tensor], peer=rank) for rank in others])
             return Wait(Done(), what)
         return Wait(self._transport.receive([tensor], peer=source), what, PAIR, number, source)
 
@@ -168,6 +167,29 @@ class ControlPlane:
             self._send(_pack(value), what)
         return self._receive(source, what) if self.rank == 0 else None
 
+    def begin_gather(self, tensor: torch.Tensor, *, sizes: Sequence[int], what: str) -> list[tuple[torch.Tensor, Wait]]:
+        """Begin to bring a flat host tensor of every rank to rank 0; the other ranks go on at once.
+
+        Args:
+            tensor: that of this rank.
+            sizes: elements of the tensor of every rank.
+            what: for errors.
+
+        Returns:
+            On rank 0 the tensors by rank, which are there when it has waited; elsewhere nothing.
+        """
+        if self._transport is None:
+            return [(tensor, Wait(Done(), what))]
+        transport, number = self._transport, self._begin()
+        if self.rank:
+            self._let_go([transport.send([tensor], peer=0)])
+            return []
+        found = [(tensor, Wait(Done(), what))]
+        for source in self._everyone[1:]:
+            there = torch.empty(sizes[source], dtype=tensor.dtype)
+            found.append((there, Wait(transport.receive([there], peer=source), what, PAIR, number, source)))
+        return found
+
     def close(self) -> None:
         """Release the transport. On all ranks, with nothing under way."""
         if self._transport is not None:
@@ -178,6 +200,10 @@ class ControlPlane:
         self._exchanges += 1
         self._begun(self._exchanges)
         return self._exchanges
+
+    def _let_go(self, sent: list[Handle]) -> None:
+        """Keep messages until they have left, without waiting for that."""
+        self._leaving = [handle for handle in self._leaving if not handle.landed()] + sent
 
     def _send(self, packed: bytes, what: str) -> None:
         assert self._transport is not None, "only one of several ranks sends"
