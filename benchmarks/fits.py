@@ -61,10 +61,9 @@ def fit_module(
         plugins=[TorchElasticEnvironment()],
         max_epochs=1,
         callbacks=callback,
-        logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"accelerator": "cpu", **options},
+        **{"accelerator": "cpu", "logger": False, **options},
     )
     trainer.fit(module, data)
