@@ -16,6 +16,7 @@ from lightning_pipe.core.cluster import Cluster, Device, Host, Link, Rates
 from lightning_pipe.core.cluster_file import cluster_from_text, cluster_to_text, find_cluster, preset_names
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.cost.counted import NOMINAL, counted, counted_on
+from lightning_pipe.cost.utilization import seconds_at_peak
 from lightning_pipe.errors import ClusterError
 
 FAST = Rates(memory_bytes_per_s=1e12, flops_per_s=(("float32", 1e13), ("bfloat16", 1e14)), operation_s=0.0)
@@ -47,6 +48,17 @@ def test_types_of_numbers_have_rates_of_their_own():
     assert seconds(FAST, flops=10**10, touched=0, dtype="bfloat16") == pytest.approx(1e-4)
     assert seconds(FAST, flops=10**10, touched=0, dtype="float64") == pytest.approx(1e-3), "that of the first"
     assert seconds(NOMINAL, flops=10**8, touched=0, dtype="bfloat16") == pytest.approx(1e-3 + NOMINAL.operation_s)
+
+
+def test_seconds_at_the_peak_are_those_of_all_devices_together():
+    """Devices share the samples as their peaks do: 1 and 3 TFLOP/s do in 1 s what 4 do."""
+    one = graph(flops=4 * 10**12, touched=0, dtype="bfloat16")
+    one = replace(one, nodes=(replace(one.nodes[0], flops=4 * 10**12, backward_flops=0),))
+    slow, fast = {"bfloat16": 1e12}.get, {"bfloat16": 3e12}.get
+    assert seconds_at_peak(one, 1, [slow, fast]) == pytest.approx(1.0)
+    assert seconds_at_peak(one, 6, [slow, fast]) == pytest.approx(6.0)
+    assert seconds_at_peak(one, 1, [slow, lambda dtype: 0.0]) == 0, "one peak is not known"
+    assert seconds_at_peak(graph(flops=0, touched=1), 1, [slow, fast]) == 0, "nor are the operations"
 
 
 def test_a_device_is_as_much_faster_as_it_runs_this_graph():

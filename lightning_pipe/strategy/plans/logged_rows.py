@@ -78,14 +78,7 @@ class PipeLog:
             return
         said = {_PREFIX + name: value for name, value in _parameters(planned).items()}
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                # Its hyperparameters are those that are written first: ours would hide the user's.
-                table = "\n".join(["|  |  |", "|---|---|", *(f"| {name} | {value} |" for name, value in said.items())])
-                self._give(
-                    logger, "the plan", partial(logger.experiment.add_text, "pipe/plan", table, trainer.global_step)
-                )
-            else:
-                self._give(logger, "the plan", partial(logger.log_hyperparams, said))
+            self._give(logger, "the plan", partial(_log_parameters, logger, said, step=trainer.global_step))
 
     def take_rates(self, graph: str, samples: int) -> dict[str, float]:
         """Return what the median batch since the last call does per second, and forget these batches.
@@ -184,6 +177,15 @@ def _parameters(planned: Planned) -> dict[str, str | float]:
     return found
 
 
+def _log_parameters(logger: Logger, said: Mapping[str, str | float], *, step: int) -> None:
+    """Give a logger hyperparameters; TensorBoard as text, as of its own those are shown that are written first."""
+    if isinstance(logger, TensorBoardLogger):
+        rows = [f"| {name} | {value} |" for name, value in said.items()]
+        logger.experiment.add_text(f"{_PREFIX}plan", "\n".join(["|  |  |", "|---|---|", *rows]), step)
+    else:
+        logger.log_hyperparams(dict(said))
+
+
 def _peaks(problem: Problem, device: torch.device) -> tuple[Peak, ...]:
     """Return the peak rates of all devices: as the cluster has them, or of this one's data sheet if all are alike."""
     devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
@@ -195,6 +197,7 @@ def _peaks(problem: Problem, device: torch.device) -> tuple[Peak, ...]:
 
     @cache
     def peak(dtype: str) -> float:
-        return get_available_flops(device, getattr(torch, dtype)) or 0.0
+        kind = getattr(torch, dtype, None)  # none of what is replayed
+        return (get_available_flops(device, kind) or 0.0) if isinstance(kind, torch.dtype) else 0.0
 
     return (peak,) * len(devices)
