@@ -43,8 +43,8 @@ def seconds_at_peak(graph: Graph, samples: int, peaks: Sequence[Peak]) -> float:
 
 def _types(graph: Graph) -> dict[str, float]:
     """Return the share of each type of numbers in the floating point operations."""
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for operation in graph.operations:
-        found[operation.dtype] += operation.flops
-    whole = found.total()
-    return {dtype: count / whole for dtype, count in found.items() if count} if whole else {"": 1.0}
+        flops[operation.dtype] += operation.flops
+    total = flops.total()
+    return {dtype: count / total for dtype, count in flops.items() if count} if total else {"": 1.0}

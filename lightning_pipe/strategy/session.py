@@ -351,14 +351,7 @@ class Session:
             self._refuse_other_optimizers()
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
-        first, watched = (self._first_steps, self._watched) if method == TRAINING else (None, None)
-        if watched is not None and self._log is not None:
-            self._log.begin_batch()
-        if first is not None and first.are_over and not self._is_accumulating:
-            self._look_back(first, call)
-        recording = None if first is None else first.recording
-        if watched is not None and recording is None:
-            recording = watched.recording(self._module.trainer.global_step, is_new=not self._is_accumulating)
+        recording = self._recording_of(call) if method == TRAINING else None
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
@@ -373,6 +366,19 @@ class Session:
         if method == TRAINING:
             self._is_accumulating = not synchronise
         return self._run(call, turn, recording)
+
+    def _recording_of(self, call: StepRequest) -> Recording | None:
+        """Return what a training batch is recorded in, if it is; before that, look back at what was recorded."""
+        if self._log is not None:
+            self._log.begin_batch()
+        first = self._first_steps
+        if first is not None and first.are_over and not self._is_accumulating:
+            self._look_back(first, call)
+        if first is not None and first.recording is not None:
+            return first.recording
+        if self._watched is None:
+            return None
+        return self._watched.recording(self._module.trainer.global_step, is_new=not self._is_accumulating)
 
     def _run(self, call: StepRequest, turn: RunOptions, recording: Recording | None) -> Any:
         """Run a step by the plan; log what it says, and return what it returns."""

@@ -204,7 +204,7 @@ def watched(folder: str, options: dict[str, Any], trainers: dict[str, Any]) -> W
 @pytest.mark.parametrize(
     ("options", "trainers", "steps"),
     [
-        ({"layout": "1-1", "watch_every": 5}, {}, [4]),
+        pytest.param({"layout": "1-1", "watch_every": 5}, {}, [4], marks=pytest.mark.slow),
         ({"layout": "2", "watch_every": 2}, {"accumulate_grad_batches": 2}, [1, 3]),
         ({"layout": "1-1", "watch_every": 1, "post_validation": True}, {}, [0, 1, 2, 3, 4, 5]),
     ],

@@ -76,9 +76,9 @@ class PipeLog:
         trainer = self._module.trainer
         if not getattr(trainer, "enable_autolog_hparams", True):  # newer than the oldest Lightning that is supported
             return
-        said = {_PREFIX + name: value for name, value in _parameters(planned).items()}
+        parameters = {_PREFIX + name: value for name, value in _parameters(planned).items()}
         for logger in trainer.loggers:
-            self._give(logger, "the plan", partial(_log_parameters, logger, said, step=trainer.global_step))
+            self._give(logger, "the plan", partial(_log_parameters, logger, parameters, step=trainer.global_step))
 
     def take_rates(self, graph: str, samples: int) -> dict[str, float]:
         """Return what the median batch since the last call does per second, and forget these batches.
@@ -91,15 +91,15 @@ class PipeLog:
         self._batches.clear()
         if not batches:
             return {}
-        found = {"samples_per_s": median(batch.samples / batch.seconds for batch in batches)}
+        rates = {"samples_per_s": median(batch.samples / batch.seconds for batch in batches)}
         if tokens := median(batch.tokens / batch.seconds for batch in batches):
-            found["tokens_per_s"] = tokens
+            rates["tokens_per_s"] = tokens
         planned = self._planned
         if planned is not None and graph == planned.problem.graph.fingerprint:
             self._peaks = self._peaks or _peaks(planned.problem, self._device)
             if seconds := seconds_at_peak(planned.problem.graph, samples, self._peaks):
-                found["mfu"] = seconds / samples * found["samples_per_s"]
-        return found
+                rates["mfu"] = seconds / samples * rates["samples_per_s"]
+        return rates
 
     def log_steps(
         self, timelines: Sequence[Timeline], *, memory: Sequence[int], rates: Mapping[str, float], step: int
@@ -119,17 +119,17 @@ class PipeLog:
             for logger in trainer.loggers:
                 self._give(logger, "rows", partial(logger.log_metrics, dict(self.row), step=step))
 
-    def _give(self, logger: Logger, what: str, give: Callable[[], object]) -> None:
+    def _give(self, logger: Logger, content: str, give: Callable[[], object]) -> None:
         """Give a logger something; where it raises, say so once, as nobody's training should end for that."""
-        if (id(logger), what) in self._refusing:
+        if (id(logger), content) in self._refusing:
             return
         try:
             give()
         except Exception as error:
-            self._refusing.add((id(logger), what))
+            self._refusing.add((id(logger), content))
             rank_zero_warn(
-                f"{type(logger).__name__} does not take {what} of the pipeline ({_PREFIX}...), and is given no more of "
-                f"it: {type(error).__name__}: {error}"
+                f"{type(logger).__name__} does not take {content} of the pipeline ({_PREFIX}...), and is given no "
+                f"more of it: {type(error).__name__}: {error}"
             )
 
     def _tokens_per_sample(self, structure: Structure) -> int:
@@ -150,49 +150,51 @@ def _figures(timelines: Sequence[Timeline], memory: Sequence[int]) -> dict[str, 
     """Return seconds, bubble, waiting and memory of recorded steps, by the definitions of `report.compare`."""
     seconds = [step_seconds(timeline) for timeline in timelines]
     typical = timelines[seconds.index(median_low(seconds))]
-    found = {"step_s": median_low(seconds), "bubble": mean_bubble(typical)}
+    figures = {"step_s": median_low(seconds), "bubble": mean_bubble(typical)}
     for rank in typical.ranks:
-        found[f"waiting_rank{rank}"] = median_low([max(0.0, one.span(rank) - one.busy(rank)) for one in timelines])
-    return {**found, **{f"memory_rank{rank}": peak for rank, peak in enumerate(memory)}}
+        figures[f"waiting_rank{rank}"] = median_low(
+            [max(0.0, timeline.span(rank) - timeline.busy(rank)) for timeline in timelines]
+        )
+    return {**figures, **{f"memory_rank{rank}": peak for rank, peak in enumerate(memory)}}
 
 
 def _parameters(planned: Planned) -> dict[str, str | float]:
     """Return what a plan is, and what is predicted of it where costs were measured, by name."""
-    plan, wanted, best = planned.plan, planned.wanted, planned.judged[0]
-    found: dict[str, str | float] = {
+    plan, config, best = planned.plan, planned.wanted, planned.judged[0]
+    parameters: dict[str, str | float] = {
         "layout": plan.replicas_text,
         "stages_at": ", ".join(stage.at for stage in plan.stages[1:]),
         "replicas": max(len(stage.ranks) for stage in plan.stages),
         "schedule": plan.schedule,
-        "planner": wanted.planner if wanted.plan is None else wanted.plan,
+        "planner": config.planner if config.plan is None else config.plan,
         "microbatches": plan.microbatches,
         "samples": planned.problem.samples,
     }
     if planned.problem.profile.source == "measured":
-        found |= {
+        parameters |= {
             "predicted_step_s": best.step_s,
             "predicted_bubble": best.bubble,
             "predicted_memory": max(best.peak_bytes),
         }
-    return found
+    return parameters
 
 
-def _log_parameters(logger: Logger, said: Mapping[str, str | float], *, step: int) -> None:
+def _log_parameters(logger: Logger, parameters: Mapping[str, str | float], *, step: int) -> None:
     """Give a logger hyperparameters; TensorBoard as text, as of its own those are shown that are written first."""
     if isinstance(logger, TensorBoardLogger):
-        rows = [f"| {name} | {value} |" for name, value in said.items()]
+        rows = [f"| {name} | {value} |" for name, value in parameters.items()]
         logger.experiment.add_text(f"{_PREFIX}plan", "\n".join(["|  |  |", "|---|---|", *rows]), step)
     else:
-        logger.log_hyperparams(dict(said))
+        logger.log_hyperparams(dict(parameters))
 
 
 def _peaks(problem: Problem, device: torch.device) -> tuple[Peak, ...]:
-    """Return the peak rates of all devices: as the cluster has them, or of this one's data sheet if all are alike."""
+    """Return the peak rates of all devices: as the cluster has them, or of this rank's data sheet if all are alike."""
     devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
-    rates = [one.rates for one in devices if one.rates is not None]
+    rates = [each.rates for each in devices if each.rates is not None]
     if len(rates) == len(devices):
-        return tuple(one.peak_of for one in rates)
-    if device.type != "cuda" or len({one.kind for one in devices}) > 1:
+        return tuple(rate.peak_of for rate in rates)
+    if device.type != "cuda" or len({each.kind for each in devices}) > 1:
         return (lambda dtype: 0.0,)
 
     @cache

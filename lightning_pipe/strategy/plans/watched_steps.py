@@ -104,7 +104,7 @@ class StepWatch:
             return
         *before, ran = self._recording.close()
         self._recording = None
-        since = max((_end(one.timeline) for one in before), default=self._ended)
+        since = max((_end(earlier.timeline) for earlier in before), default=self._ended)
         self._ended = _end(ran.timeline)
         if ran.is_skipped:
             return

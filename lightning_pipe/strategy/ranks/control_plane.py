@@ -184,11 +184,11 @@ class ControlPlane:
         if self.rank:
             self._let_go([transport.send([tensor], peer=0)])
             return []
-        found = [(tensor, Wait(Done(), what))]
+        gathered = [(tensor, Wait(Done(), what))]
         for source in self._everyone[1:]:
             there = torch.empty(sizes[source], dtype=tensor.dtype)
-            found.append((there, Wait(transport.receive([there], peer=source), what, PAIR, number, source)))
-        return found
+            gathered.append((there, Wait(transport.receive([there], peer=source), what, PAIR, number, source)))
+        return gathered
 
     def close(self) -> None:
         """Release the transport. On all ranks, with nothing under way."""
