@@ -1,6 +1,6 @@
 """What rows for loggers cost: a step that is recorded and logged, beside its neighbours in the same fit.
 
-    python -m benchmarks.watching            # about 2 minutes
+    python -m benchmarks.watching            # about a minute on an idle machine
 
 A GPT on two ranks (two stages, 4 micro-batches), whose every `EVERY`-th step is watched and logged to a CSV file. Steps
 with and without alternate, so that a busy machine slows both. Prints the medians, and the share of a step that a row
@@ -27,7 +27,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.examples.gpt import GPT
 from lightning_pipe.units import format_seconds, format_share
 
-EVERY, STEPS, FIRST = 10, 200, 20  # steps from row to row, in all, and those that are not counted
+EVERY, STEPS, FIRST = 10, 400, 20  # steps from row to row, in all, and those that are not counted
 AFFECTED = {
     "the step before is recorded": EVERY - 2,
     "the step is recorded": EVERY - 1,
