@@ -5,6 +5,8 @@ VENV ?= .venv
 # processes that run tests, a group of files each; tests of ranks start some more
 WORKERS ?= 2
 BIN := $(VENV)/bin
+# errors only: mirrors make pip warn of their addresses
+PIP_INSTALL = $(BIN)/python -m pip install -qq --disable-pip-version-check
 # make test-gpu: the interpreter, seconds for all tests, where results and logs go, wheels of what the interpreter lacks
 GPU_PYTHON ?= $(BIN)/python
 GPU_SECONDS ?= 1800
@@ -22,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow test-gpu wheels lint docs clean
 
-demo: $(INSTALLED) ## Train a small GPT on two ranks; then measure a pipeline and data parallel training beside it.
+demo: $(INSTALLED) ## Train a small GPT that does not fit as data parallel training; then compare memory and time.
 	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow ones.
@@ -56,14 +58,14 @@ clean: ## Remove the virtual environment and caches.
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) -c constraints.txt -e '.[test]'
 	touch $@
 
 $(WRITERS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(LINTERS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[test,lint]'
 	touch $@

@@ -1,10 +1,11 @@
-"""Train a byte-level GPT on the source of Python's standard library, on one device or as a pipeline.
+"""Train a byte-level GPT on the source of Python's standard library, as a pipeline under a limit of memory.
 
     python examples/01_gpt_on_real_text.py                                          # one device
-    python examples/01_gpt_on_real_text.py --strategy dapple --devices 2            # the same training, two stages
+    python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 --memory-limit 24MiB
     python examples/01_gpt_on_real_text.py --strategy dapple --devices 2 --timeline timeline.json
 
-Module, data and trainer know nothing of pipelines.
+Each process of data parallel training would need 71 MiB, so under 24 MiB the planner makes a pipeline. After it, the
+same training runs on one device, to compare the loss. Module and data know nothing of pipelines.
 """
 
 import argparse
@@ -19,37 +20,37 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_pipe
+from lightning_pipe import DappleStrategy
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, dropout: float):
+    def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, c = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c)
-        x = x + self.dropout(self.out(attended))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.out(attended)
+        return x + self.mlp(self.norm2(x))
 
 
 class GPT(pl.LightningModule):
     """A GPT over bytes; input embedding and output layer share their weight."""
 
-    def __init__(self, context: int = 64, width: int = 96, depth: int = 4, lr: float = 3e-3):
+    def __init__(self, context: int = 64, width: int = 128, depth: int = 4, lr: float = 3e-3):
         super().__init__()
         self.save_hyperparameters()
         self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads=4, dropout=0.05) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(width, heads=4) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
         for embedding in (self.bytes, self.positions):
@@ -91,7 +92,7 @@ class GPT(pl.LightningModule):
 class PythonSource(pl.LightningDataModule):
     """The standard library's own files as windows of `context + 1` bytes; every tenth window is for validation."""
 
-    def __init__(self, context: int = 64, batch_size: int = 32, most_bytes: int = 4_000_000):
+    def __init__(self, context: int = 64, batch_size: int = 16, most_bytes: int = 4_000_000):
         super().__init__()
         self.context, self.batch_size, self.most_bytes = context, batch_size, most_bytes
 
@@ -126,44 +127,61 @@ class StepSeconds(pl.Callback):
         return statistics.median([end - begin for begin, end in later] or [float("nan")])
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT on the source of the standard library.")
     parser.add_argument("--strategy", default="auto", help="auto, dapple, or any other of Lightning's")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--layout", help="with dapple: ranks per stage, such as 1-1; otherwise the planner decides")
+    parser.add_argument("--memory-limit", help="with dapple: most memory of a rank, such as 24MiB")
     parser.add_argument("--timeline", help="with dapple: file for the recorded timeline (Perfetto JSON)")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def train(strategy: str | Strategy, args: argparse.Namespace, devices: int) -> tuple[pl.Trainer, StepSeconds]:
+    """Train from the same seed; return the trainer and the times of its steps."""
     pl.seed_everything(0)
-    strategy = args.strategy
-    if args.timeline or args.layout:
-        strategy = lightning_pipe.DappleStrategy(trace=args.timeline, layout=args.layout)
     seconds = StepSeconds()
     trainer = pl.Trainer(
         strategy=strategy,
-        devices=args.devices,
+        devices=devices,
         accelerator=args.accelerator,
         max_steps=args.steps,
         val_check_interval=args.steps,
         check_val_every_n_epoch=None,
         limit_val_batches=20,
         gradient_clip_val=1.0,
+        precision="64-true",  # so that losses can be compared to the last digits
         log_every_n_steps=10,
         logger=CSVLogger("runs/gpt_on_real_text"),
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(monitor="val_loss"), seconds],
     )
     trainer.fit(GPT(), PythonSource(batch_size=args.batch_size))
+    return trainer, seconds
 
-    if trainer.is_global_zero:
-        losses = {name: f"{trainer.callback_metrics[name]:.3f}" for name in ("train_loss", "val_loss")}
-        print(f"\nafter {trainer.global_step} steps of {seconds.median * 1e3:.0f} ms, nats per byte: {losses}")
-        checkpoint = trainer.checkpoint_callback.best_model_path
-        print(f"a sample from {checkpoint}:\n")
-        print(GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval().generate("def read(self, ", 200))
+
+def main() -> None:
+    args = options()
+    strategy = args.strategy
+    if strategy == "dapple":
+        strategy = DappleStrategy(layout=args.layout, memory_limit=args.memory_limit, trace=args.timeline)
+    trainer, seconds = train(strategy, args, args.devices)
+    if not trainer.is_global_zero:
+        return
+    losses = {name: f"{trainer.callback_metrics[name]:.3f}" for name in ("train_loss", "val_loss")}
+    print(f"\nafter {trainer.global_step} steps of {seconds.median * 1e3:.0f} ms, nats per byte: {losses}")
+    checkpoint = trainer.checkpoint_callback.best_model_path
+    print(f"a sample from {checkpoint}:\n")
+    print(GPT.load_from_checkpoint(checkpoint, map_location="cpu").eval().generate("def read(self, ", 200))
+    if args.strategy == "dapple":
+        one_device, _ = train("auto", args, devices=1)
+        alone, pipeline = (float(t.callback_metrics["train_loss"]) for t in (one_device, trainer))
+        print(f"one device: {alone:.7f}, pipeline: {pipeline:.7f}")
+        if abs(alone - pipeline) > 1e-6:
+            raise SystemExit("The losses differ.")
 
 
 if __name__ == "__main__":

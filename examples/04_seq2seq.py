@@ -2,17 +2,19 @@
 
     python examples/04_seq2seq.py
 
-What the encoder makes is sent to each stage of the decoder straight from where it was made. For real size: your own
+Three stages: the encoder, and two of the decoder. The encoder sends its output straight to both of them. Afterwards the
+same training runs on one device, to compare the loss. For real size: your own
 tokens and `nn.Transformer` of 6 + 6 layers or more, `accelerator="gpu"`, and more micro-batches, as sequences are long.
 """
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_pipe  # noqa: F401  # makes strategy="dapple" known
+from lightning_pipe import DappleStrategy
 
 BEGIN, TOKENS, LENGTH = 0, 16, 8
 
@@ -21,7 +23,7 @@ class Reverser(pl.LightningModule):
     def __init__(self, width: int = 48):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(TOKENS, width), nn.Parameter(0.02 * torch.randn(LENGTH, width))
-        self.transformer = nn.Transformer(width, 4, 2, 2, 2 * width, dropout=0.0, batch_first=True)
+        self.transformer = nn.Transformer(width, 4, 2, 4, 2 * width, dropout=0.0, batch_first=True)
         self.head = nn.Linear(width, TOKENS)
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -40,16 +42,25 @@ class Reverser(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3)
 
 
-def main() -> None:
+def train(strategy: str | Strategy, devices: int) -> pl.Trainer:
     pl.seed_everything(0)
-    source = torch.randint(1, TOKENS, (1024, LENGTH))
-    data = DataLoader(TensorDataset(source, source.flip(1)), batch_size=32, shuffle=True)
+    source = torch.randint(1, TOKENS, (2048, LENGTH))
     trainer = pl.Trainer(
-        strategy="dapple", devices=2, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False
-    )
-    trainer.fit(Reverser(), data)
-    if trainer.is_global_zero:
-        print(f"trained {trainer.global_step} steps, loss {trainer.callback_metrics['loss']:.3f}")
+        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        precision="64-true",  # so that losses can be compared to the last digits
+    )  # fmt: skip
+    trainer.fit(Reverser(), DataLoader(TensorDataset(source, source.flip(1)), batch_size=32, shuffle=True))
+    return trainer
+
+
+def main() -> None:
+    pipeline = train(DappleStrategy(layout="1-1-1", microbatches=8), devices=3)
+    if pipeline.is_global_zero:
+        print(f"trained {pipeline.global_step} steps; now the same on one device")
+        losses = [float(trainer.callback_metrics["loss"]) for trainer in (train("auto", devices=1), pipeline)]
+        print("one device: {:.7f}, pipeline: {:.7f}".format(*losses))
+        if abs(losses[0] - losses[1]) > 1e-6:
+            raise SystemExit("The losses differ.")
 
 
 if __name__ == "__main__":

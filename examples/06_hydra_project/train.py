@@ -1,8 +1,11 @@
 """Train from configurations of Hydra: the strategy and its presets are found without a change of the project.
 
     python examples/06_hydra_project/train.py
-    python examples/06_hydra_project/train.py trainer.strategy=auto trainer.devices=1
-    python examples/06_hydra_project/train.py +strategy@trainer.strategy=dapple_report model.depth=6
+    python examples/06_hydra_project/train.py strategy@trainer.strategy=dapple_report model.depth=6
+    python examples/06_hydra_project/train.py trainer.strategy.layout=null
+
+Two stages, by `trainer.strategy.layout` in `conf/train.yaml`; `null` leaves the choice to the planner. Afterwards the
+same training runs on one device, to compare the loss.
 
 For real size: `trainer.accelerator=gpu trainer.devices=8`, and a preset of your own in `conf/strategy/`.
 """
@@ -32,15 +35,25 @@ class MLP(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
+def train(config: DictConfig, trainer_config: DictConfig | dict) -> pl.Trainer:
+    pl.seed_everything(config.seed)
+    x = torch.randn(2048, config.model.width, dtype=torch.float64)
+    y = torch.tanh(x[:, :8].sum(1, keepdim=True))
+    trainer = hydra.utils.instantiate(trainer_config)
+    trainer.fit(MLP(**config.model), DataLoader(TensorDataset(x, y), batch_size=config.batch_size))
+    return trainer
+
+
 @hydra.main(version_base=None, config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
-    pl.seed_everything(config.seed)
-    x = torch.randn(1024, config.model.width)
-    data = DataLoader(TensorDataset(x, x.square().mean(1, keepdim=True)), batch_size=config.batch_size)
-    trainer = hydra.utils.instantiate(config.trainer)
-    trainer.fit(MLP(**config.model), data)
-    if trainer.is_global_zero:
-        print(f"trained {trainer.global_step} steps, loss {trainer.callback_metrics['loss']:.3f}")
+    pipeline = train(config, config.trainer)
+    if pipeline.is_global_zero:
+        print(f"trained {pipeline.global_step} steps; now the same on one device")
+        one_device = train(config, {**config.trainer, "strategy": "auto", "devices": 1})
+        losses = [float(trainer.callback_metrics["loss"]) for trainer in (one_device, pipeline)]
+        print("one device: {:.7f}, pipeline: {:.7f}".format(*losses))
+        if abs(losses[0] - losses[1]) > 1e-6:
+            raise SystemExit("The losses differ.")
 
 
 if __name__ == "__main__":
