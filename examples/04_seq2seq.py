@@ -44,7 +44,7 @@ class Reverser(pl.LightningModule):
 
 def train(strategy: str | Strategy, devices: int) -> pl.Trainer:
     pl.seed_everything(0)
-    source = torch.randint(1, TOKENS, (2048, LENGTH))
+    source = torch.randint(1, TOKENS, (1280, LENGTH))
     trainer = pl.Trainer(
         strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
         precision="64-true",  # so that losses can be compared to the last digits
@@ -54,7 +54,7 @@ def train(strategy: str | Strategy, devices: int) -> pl.Trainer:
 
 
 def main() -> None:
-    pipeline = train(DappleStrategy(layout="1-1-1", microbatches=8), devices=3)
+    pipeline = train(DappleStrategy(layout="1-1-1", microbatches=4), devices=3)
     if pipeline.is_global_zero:
         print(f"trained {pipeline.global_step} steps; now the same on one device")
         losses = [float(trainer.callback_metrics["loss"]) for trainer in (train("auto", devices=1), pipeline)]
