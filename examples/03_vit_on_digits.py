@@ -61,7 +61,7 @@ def train(strategy: str | Strategy, devices: int) -> pl.Trainer:
     data = TensorDataset(images, torch.tensor(digits.target))
     train, val = torch.utils.data.random_split(data, [1500, len(data) - 1500])
     trainer = pl.Trainer(
-        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=3, logger=False,
+        strategy=strategy, devices=devices, accelerator="cpu", max_epochs=6, logger=False,
         precision="64-true",  # so that losses can be compared to the last digits
         callbacks=[ModelCheckpoint("runs/vit_on_digits", monitor="accuracy", mode="max")],
     )  # fmt: skip

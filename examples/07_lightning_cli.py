@@ -1,6 +1,6 @@
 """Train with LightningCLI, where the strategy is one more argument.
 
-    python examples/07_lightning_cli.py fit --trainer.strategy DappleStrategy --trainer.strategy.layout 1-1
+  python examples/07_lightning_cli.py fit --trainer.strategy lightning_pipe.DappleStrategy --trainer.strategy.layout 1-1
 
 Two stages; `--trainer.strategy dapple` leaves the choice to the planner. Afterwards the same command runs on one
 device, to compare the loss. Needs `pip install 'lightning[pytorch-extra]'` (jsonargparse). For real size: keep the
