@@ -82,7 +82,7 @@ from lightning_pipe.strategy.ranks.launchers import GuardedForkLauncher, Guarded
 from lightning_pipe.strategy.ranks.limit import Foreseen, shortage_told
 from lightning_pipe.strategy.ranks.network_card import choose_card, forget_card
 from lightning_pipe.strategy.ranks.outcome import FitOutcome
-from lightning_pipe.strategy.ranks.shown_errors import show_errors
+from lightning_pipe.strategy.ranks.shown_errors import origin_of, raised_on, show_errors, tell_launcher
 from lightning_pipe.strategy.refusals import (
     hooks_of_users,
     readers_of_gradients,
@@ -342,7 +342,7 @@ class DappleStrategy(ParallelStrategy):
         """Refuse what cannot work, join the process group, and connect with the other ranks."""
         assert self.lightning_module is not None, "connected by the trainer"
         self._failed, self._session, self._is_resumed = False, None, False
-        show_errors(rank=0, ranks=1)
+        show_errors(rank=self.global_rank, ranks=self.world_size)
         refuse(self.lightning_module.trainer, self.lightning_module)
         adopt(self.lightning_module)
         super().setup_environment()
@@ -791,7 +791,10 @@ class DappleStrategy(ParallelStrategy):
         self._failed = True
         self._leave_hooks()
         if self._watch is not None:
-            self._watch.report(exception)
+            first = self._watch.report(exception, origin=origin_of(exception))
+            if first != self.global_rank:
+                raised_on(exception, first)
+        tell_launcher(exception, rank=self.global_rank, ranks=self.world_size)
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
         """Let hooks of the user be over for the time of a call of this strategy."""

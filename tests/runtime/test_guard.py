@@ -298,6 +298,14 @@ def test_an_error_is_told_as_it_reads_unless_it_only_names_the_instruction(guard
     assert all("KeyError" in told.lines for told in guard.own)
 
 
+def test_an_error_that_another_rank_has_raised_first_is_its(guard: Told, watch: GuardedWatch):
+    """Both ranks raised the error of rank 1, and each named the other; no terminal showed the user's line."""
+    assert watch.report(ValueError("mine")) == watch.rank
+    assert watch.report(ValueError("of 1"), origin=1) == 1 and guard.own[-1].rank == 1
+    guard.failure = Failure(1, "at the start", "ValueError: of all", raised=True)
+    assert [watch.report(ValueError(text)) for text in ("of all", "mine")] == [1, watch.rank]
+
+
 def test_ranks_that_do_different_things_are_told_what_each_waits_for(guard: Told):
     watch = GuardedWatch(guard, rank=0, ranks=2, patience=Patience())  # type: ignore[arg-type]
     guard.states[1] = GuardedState(OUTSIDE, 7, "STEP", TOGETHER, "the next batch", 4)

@@ -80,7 +80,7 @@ def trace(request: Request) -> JointGraph:
             while answers and answers[-1]:
                 answers = answers[:-1]
             if len(answers) <= len(request.answered) or request.answers is not None:
-                raise first_error from None
+                raise first_error from (first_error.__cause__ if isinstance(first_error, StepError) else None)
             answers = (*answers[:-1], True)
     raise hazard(f"it asks more than {_MAX_TRIES} truth values of its tensors", "")
 

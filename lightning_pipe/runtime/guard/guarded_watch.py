@@ -177,13 +177,19 @@ class GuardedWatch:
         """Return in words how many programs and exchanges this rank has begun: as many as others at the same place."""
         return f"{self._programs} programs and {self._exchanges} exchanges"
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks of a failure of this one, unless one has failed before."""
-        if self.guard.failure is not None:
-            return
+    def report(self, error: BaseException, *, origin: int | None = None) -> int:
+        """Tell the other ranks of a failure of this one, unless one has failed before.
+
+        Args:
+            error: what is raised.
+            origin: the rank that has raised it first, where this one repeats it.
+
+        Returns:
+            The rank that was the first to raise this error: another one, where all ranks raise the same.
+        """
         wraps = isinstance(error, PipeError) and not isinstance(error, OutOfMemoryError)  # else it says best itself
         root = (error.__cause__ if wraps else None) or error
-        if isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
+        if self.guard.failure is None and isinstance(root, RuntimeError) and not isinstance(root, PipelineError):
             self.guard.heard.wait(self.patience.parting_s if _is_of_connection(root) else 0.0)
         told = root if isinstance(error, InstructionError) and not isinstance(root, PipelineError) else error
         cause = str(told) if isinstance(told, PipelineError) else f"{type(told).__name__}: {told}"
@@ -192,8 +198,10 @@ class GuardedWatch:
         late_s = self.patience.deadline_s if isinstance(error, OverdueError) else 0.0
         session = self.guard.session
         where = str(self.guard.page.state)
-        failure = Failure(self.rank, where, cause, shown, session, raised=True, late_s=late_s)
-        self.guard.fail(failure, wait_s=self.patience.parting_s)
+        rank = self.rank if origin is None else origin
+        failure = Failure(rank, where, cause, shown, session, raised=True, late_s=late_s)
+        first = self.guard.failure or self.guard.fail(failure, wait_s=self.patience.parting_s)
+        return first.rank if first.raised and first.cause == cause else rank
 
     def meet(self, words: str, *, patience_s: float) -> str:
         """Return why not all ranks come here with the same words, outside of programs and in no wait; "" if they do.
