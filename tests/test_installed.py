@@ -30,7 +30,7 @@ MARKS = {
     "needs several hosts": 2,
     "needs transformers": 1,
     "needs two GPUs": 2,
-    "needs a checkpoint that ranks wrote": 1,
+    "needs a checkpoint that ranks wrote": 2,
     "part of a script": 1,
     "takes minutes": 1,
     "what a run prints": 5,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
     """Run a command, and yield what is to be printed."""
     if found.command == CONSOLIDATE:
-        yield from run_consolidate(Path(found.directory), Path(found.out), weights_only=not found.trusted)
+        yield from run_consolidate(found)
         return
     kind, run = COMMANDS[found.command]
     yield from run(read_options(kind, found.overrides), width)
@@ -87,10 +86,20 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("overrides", nargs="*", metavar="key=value", help="options, in Hydra's grammar")
-    meaning = "Make the plain file of a checkpoint that was saved as a directory, with the memory of one tensor."
+    meaning = "Make a plain file, or safetensors files, of a checkpoint, with the memory of one tensor."
     command = commands.add_parser(CONSOLIDATE, help=meaning, description=meaning)
-    command.add_argument("directory", help="which save_distributed_checkpoint=True has written")
-    command.add_argument("out", help="the file to write")
+    command.add_argument(
+        "directory", help="which save_distributed_checkpoint=True has written; for safetensors a file too"
+    )
+    command.add_argument("out", help="the file to write; for safetensors a directory")
+    form = "ckpt: a checkpoint of Lightning (default); safetensors: the weights, for from_pretrained and weights="
+    command.add_argument("--format", choices=("ckpt", "safetensors"), default="ckpt", help=form)
+    most = "of a safetensors file, as 5GB (default); more become several with an index"
+    command.add_argument("--max-shard-size", default="5GB", metavar="BYTES", help=most)
+    attribute = "write the weights of this attribute only, without its name, as model for self.model"
+    command.add_argument("--prefix", default="", metavar="NAME", help=attribute)
+    kinds = ("float64", "float32", "float16", "bfloat16")
+    command.add_argument("--dtype", choices=kinds, help="convert floating-point weights")
     trusted = "unpickle objects of any class, as weights_only=False does; whoever wrote the checkpoint can run code"
     command.add_argument("--trusted", action="store_true", help=trusted)
     return parser

@@ -127,6 +127,32 @@ class DetachedFirst(Net):
         return F.cross_entropy(self.two(torch.tanh(hidden)), batch[1])
 
 
+class ActNorm(nn.Module):
+    """Sets its parameters by its first batch, and a buffer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = (nn.Parameter(torch.zeros(12).double()) for _ in range(2))
+        self.register_buffer("initialized", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.initialized.item() == 0:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / x.std(0))
+                self.initialized.fill_(1)
+        return (x + self.shift) * self.scale
+
+
+class ByFirstBatch(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = ActNorm()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.two(torch.tanh(self.norm(self.one(batch[0])))), batch[1])
+
+
 SETTLING = [ByConfig, ByMask, ByTable, BySamples]
 
 
@@ -154,6 +180,21 @@ def test_a_step_whose_state_settles_is_one_graph() -> None:
     expected = [fit(kind, "auto") for kind in SETTLING]
     for fitted in World(2).run(fit_each):
         torch.testing.assert_close(fitted, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+def fit_whole() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Fit in two stages, with whole batches; a worker function."""
+    return fit(ByFirstBatch, checked(layout="1-1", microbatches=1))
+
+
+def test_what_the_first_batch_sets_is_the_same_on_the_rank_that_has_it() -> None:
+    """The buffer of rank 1 was not known to change, so that of rank 0 was saved: a resumed run began anew."""
+    expected = fit(ByFirstBatch, "auto")
+    assert expected[1]["norm.initialized"] == 1
+    for fitted in World(2).run(fit_whole):
+        torch.testing.assert_close(fitted, expected, rtol=ROUNDING, atol=ROUNDING)
+    with pytest.raises(CaptureError, match=r"sets norm.* in its first call"):
+        fit_cut(ByFirstBatch, "replay", "1")
 
 
 @pytest.mark.parametrize("kind", [Counting, AnotherFirst, DetachedFirst])

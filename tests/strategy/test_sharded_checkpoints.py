@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_pipe.cli import main
-from lightning_pipe.strategy.checkpoints import commit
+from lightning_pipe.strategy.checkpoints import commit, safetensors_files
+from lightning_pipe.strategy.start.unread import Unread
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.built_late import Late
@@ -87,6 +91,63 @@ def test_it_becomes_the_plain_file(directory: Path, tmp_path: Path, capsys: pyte
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-9, atol=1e-9)
     assert found["loops"]["fit_loop"] == expected["loops"]["fit_loop"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.ckpt", "plain.ckpt"]
+
+
+def test_it_becomes_safetensors_files_that_hold_every_tensor_once(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors are read with the extra `weights`")
+    alive: list[weakref.ref[Any]] = []
+    most_alive = 0
+    open_all = safetensors_files.open_weights
+
+    def watched(path: Path) -> dict[str, Unread]:
+        def reading(tensor: Unread) -> torch.Tensor:
+            nonlocal most_alive
+            values = tensor.read().numpy().copy()
+            alive.append(weakref.ref(values))
+            most_alive = max(most_alive, sum(one() is not None for one in alive))
+            return torch.from_numpy(values)
+
+        found = open_all(path)
+        once = {id(t): Unread.of(t.shape, t.dtype, partial(reading, t)) for t in found.values()}
+        return {name: once[id(tensor)] for name, tensor in found.items()}
+
+    plain = tmp_path / "plain.ckpt"
+    assert main(["consolidate", str(directory), str(plain)]) == 0
+    state = torch.load(plain, weights_only=True)["state_dict"]
+    first = {value.data_ptr(): name for name, value in reversed(state.items())}
+    expected = {name: value for name, value in state.items() if first[value.data_ptr()] == name}
+    assert len(expected) == len([*make_module("gpt_tied", **F64).parameters()]) < len(state)
+    monkeypatch.setattr(safetensors_files, "open_weights", watched)
+    for number, source in enumerate((directory, plain)):
+        folder = tmp_path / str(number)
+        command = ["consolidate", str(source), str(folder), "--format", "safetensors", "--max-shard-size", "8KB"]
+        assert main(command) == 0
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = sorted({*index["weight_map"].values()})
+        assert files[0] == f"model-00001-of-{len(files):05}.safetensors" and len(files) > 1
+        read = {name: value for file in files for name, value in safetensors.load_file(folder / file).items()}
+        torch.testing.assert_close(read, expected, rtol=0, atol=0)
+        assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+        torch.testing.assert_close(
+            {name: tensor.read() for name, tensor in open_all(folder).items()}, expected, rtol=0, atol=0
+        )
+        assert main(command) == 2, "files that are there stay"
+    assert most_alive == 1, "the memory of one tensor"
+
+
+def test_safetensors_of_one_attribute_have_its_names_and_the_type_that_was_asked_for(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors are read with the extra `weights`")
+    state = {"model.a": torch.ones(3, 2).T, "model.steps": torch.tensor(5), "head.b": torch.ones(1)}
+    state["model.c"] = torch.ones(0)
+    torch.save({"state_dict": state}, tmp_path / "last.ckpt")
+    command = ["consolidate", str(tmp_path / "last.ckpt"), str(tmp_path / "out"), "--format", "safetensors"]
+    assert main([*command, "--prefix", "model", "--dtype", "bfloat16"]) == 0
+    read = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    half = {"a": torch.ones(2, 3).bfloat16(), "steps": torch.tensor(5), "c": torch.ones(0).bfloat16()}
+    torch.testing.assert_close(read, half, rtol=0, atol=0)
+    assert main([*command[:2], str(tmp_path / "no"), "--format", "safetensors", "--prefix", "net"]) == 2
 
 
 def test_what_is_no_checkpoint_is_not_consolidated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,7 +270,7 @@ def test_a_parameter_that_the_first_batch_sets_is_refused_where_parts_would_set_
     for options in ({"layout": "2"}, {"layout": "1-1", "microbatches": 2}):
         for result in World(2).results(fit_initialised, options, False):
             assert isinstance(result, Raised) and result.kind == "CaptureError"
-            assert "training_step sets the parameter scale in its first call" in result.text
+            assert "training_step sets scale in its first call" in result.text
     for found in World(2).run(fit_initialised, {"layout": "1-1", "microbatches": 2}, True):
         torch.testing.assert_close(found, fit_initialised(None, True), rtol=ROUNDING, atol=ROUNDING)
 

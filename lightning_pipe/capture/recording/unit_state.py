@@ -157,17 +157,25 @@ class ModuleSnapshot:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.keeper = _Keeper(module)
+        self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
         self._state, self._undo = ModuleState(module, copies=True), _undo(module)
 
     def left(self) -> tuple[LeftBehind, ...]:
         """List what has changed of Python state since."""
         return tuple(self._state.kept())
 
+    def changed_buffers(self) -> frozenset[str]:
+        """Return the names of the buffers whose content has changed since."""
+        return frozenset(name for name, (buffer, content) in self._buffers.items() if not same_content(buffer, content))
+
     def restore(self) -> None:
         """Put everything back."""
         self._state.restore()
         for action in self._undo:
             action()
+        with torch.no_grad():
+            for buffer, content in self._buffers.values():
+                buffer.copy_(content)
         self.keeper.restore()
 
 
@@ -195,7 +203,6 @@ def _undo(module: pl.LightningModule) -> list[Callable[[], object]]:
             continue
         actions.append(partial(setattr, owner, "training", owner.training))
     actions += [partial(_put_back, p, p.data, p.requires_grad) for p in module.parameters()]
-    actions += [partial(_put_content_back, b, b.detach().clone()) for b in module.buffers()]
     return actions
 
 
@@ -204,11 +211,6 @@ def _put_back(parameter: nn.Parameter, data: torch.Tensor, requires_grad: bool) 
         parameter.data = data
     if parameter.requires_grad != requires_grad:
         parameter.requires_grad_(requires_grad)
-
-
-def _put_content_back(buffer: torch.Tensor, content: torch.Tensor) -> None:
-    with torch.no_grad():
-        buffer.copy_(content)
 
 
 class _Keeper(TorchDispatchMode):

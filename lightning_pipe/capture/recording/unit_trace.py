@@ -71,7 +71,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     ):
         with kept.keeper:
             first = runner.timed()
-        cold = kept.keeper.names()
+        cold, cold_buffers = kept.keeper.names(), kept.changed_buffers()
         tree = faster(first, runner.timed())
         steady = ModuleSnapshot(request.module)  # what the calls before have left is there
         opened = frozenset[str]()
@@ -90,6 +90,10 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         if once & {name for names in run.mutated.values() for name in names}:  # a maximum, say, may be reached already
             with contextlib.suppress(CaptureError):
                 once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
+        later = {name for names in run.mutated.values() for name in names} | {one.name for one in run.changes}
+        first_buffers = cold_buffers - later
+        if first_buffers:
+            once |= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)]) & first_buffers
         written = runner.writers([run, *others], chosen, kept)
         said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
         steady.restore()
@@ -98,17 +102,23 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         run = replace(run, repeatable=frozenset())
     trace = _described(request, run, others, [call.seconds for call in calls])
     whole = (only or trace.whole or said.by_count) if fits else _KEEPS_SIZES
-    first_only = cold - {name for names in run.mutated.values() for name in names} - {one.name for one in run.changes}
     return replace(
         trace,
+        units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
         is_random_in_python=in_python,
         whole=whole,
         once=once,
         said=said,
         written=written,
-        sets_first=first_only - trace.writes,
+        sets_first=(cold - later - trace.writes) | (first_buffers - once),
         is_for_one_count=bool(only),
     )
+
+
+def _with_first_writes(unit: Unit, names: frozenset[str]) -> Unit:
+    """Return a unit that changes buffers inside it too which only its first call writes to: only its rank has them."""
+    buffers = tuple(name for name in unit.buffers if name in names)
+    return replace(unit, mutations=(*unit.mutations, *buffers), is_repeatable=unit.is_repeatable and not buffers)
 
 
 def _other_runs(

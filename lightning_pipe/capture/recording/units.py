@@ -162,7 +162,7 @@ class UnitTrace:
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
         said: what is known of other single numbers that it returns or logs.
         writes: names of the parameters that the step writes to.
-        sets_first: names of those that its first call alone writes to.
+        sets_first: names of those, and of buffers, that its first call alone writes to, by the values of its batch.
         has_terms: whether the loss adds sums over samples to other terms.
         is_for_one_count: whether the step does not run with other numbers of samples, so that nothing tells what
             depends on them.

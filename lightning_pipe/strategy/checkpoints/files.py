@@ -26,7 +26,7 @@ from lightning_pipe.strategy.checkpoints.sharded import MODEL, Directory, is_sha
 from lightning_pipe.strategy.parameters.pending import Pending
 from lightning_pipe.strategy.start.unread import Unread
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OF_TORCH = (".ckpt", ".pt", ".pth", ".bin")
 _EXPECTED = (
     "expected a .safetensors file, a directory with model.safetensors or its index.json, a file of torch.save "
@@ -60,15 +60,15 @@ def open_weights(path: Path) -> Mapping[str, Unread]:
 
 def _files_of(folder: Path) -> list[Path]:
     """Return the files of a directory of transformers."""
-    if (folder / _INDEX).is_file():
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    if (folder / INDEX).is_file():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         names = sorted(set(index["weight_map"].values()))
         if elsewhere := [name for name in names if Path(name).name != name]:
-            raise ConfigError(f"found {elsewhere[0]!r} in {folder / _INDEX}; expected names of files beside it.")
+            raise ConfigError(f"found {elsewhere[0]!r} in {folder / INDEX}; expected names of files beside it.")
         return [folder / name for name in names]
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    raise ConfigError(f"found neither {_INDEX} nor {_SINGLE} in weights={str(folder)!r}; {_EXPECTED}.")
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    raise ConfigError(f"found neither {INDEX} nor {SINGLE} in weights={str(folder)!r}; {_EXPECTED}.")
 
 
 def _safetensors(files: list[Path]) -> dict[str, Unread]:
@@ -83,12 +83,12 @@ def _safetensors(files: list[Path]) -> dict[str, Unread]:
         opened: Any = safe_open(str(file), framework="pt", device="cpu")
         for name in opened.keys():  # noqa: SIM118 - it is no mapping
             piece = opened.get_slice(name)
-            dtype = _DTYPES[piece.get_dtype()]
+            dtype = DTYPES[piece.get_dtype()]
             found[name] = Unread.of(piece.get_shape(), dtype, _reader(opened, name))
     return found
 
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -117,7 +117,12 @@ def _of_torch(path: Path) -> dict[str, Unread]:
         with unreadable(path, f"{name} in "):
             return sums.check(tensors[name])
 
-    return {name: Unread.of(value.shape, value.dtype, partial(read, name)) for name, value in tensors.items()}
+    once: dict[tuple[Any, ...], Unread] = {}  # what hangs in several places stays one tensor
+    found = {}
+    for name, value in tensors.items():
+        place = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)
+        found[name] = once.setdefault(place, Unread.of(value.shape, value.dtype, partial(read, name)))
+    return found
 
 
 def _of_model(directory: Directory) -> dict[str, Unread]:
