@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: command and overrides; by default those of the process.
     """
-    found = _parser().parse_args(arguments)
+    found = command_parser().parse_args(arguments)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     width = console.width if console.is_terminal else WIDTH
     try:
@@ -72,7 +72,8 @@ def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
     yield from run(read_options(kind, found.overrides), width)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(NAME, description="Plan pipelines for devices that need not be here.")
     parser.add_argument("--version", action="version", version=lightning_pipe.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -93,6 +93,13 @@ class Plan:
         is_even = all(len(set(shares)) == 1 for shares in weights)
         return Layout(tuple(stage.ranks for stage in self.stages), whole, () if is_even else weights)
 
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that compute nothing: more replicas take whole micro-batches than there are."""
+        turns = {"microbatches": self.microbatches, "samples": None}
+        busy = {rank for stage in self.stages for rank in stage.ranks[: turns[stage.share]]}
+        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks} - busy))
+
 
 @lru_cache(maxsize=1024)
 def microbatch_sizes(samples: int, microbatches: int) -> tuple[int, ...]:

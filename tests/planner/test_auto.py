@@ -56,6 +56,18 @@ def test_every_replica_gets_the_samples_that_it_wants(seed):
     assert problem.samples >= plan.microbatches * max(len(stage.ranks) for stage in plan.stages), plan
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("planner", ["auto", "exhaustive"])
+def test_no_rank_is_idle_where_a_plan_fits_in_which_none_is(planner, microbatches):
+    """A replayed step of one micro-batch was planned for two replicas "in turn", of which one had nothing to do."""
+    for seed in range(100, 106):
+        problem = random_problem(seed, SMALL)
+        graph = replace(problem.graph, coupled=tuple(node.name for node in problem.graph.nodes))
+        constraints = replace(problem.constraints, microbatches=microbatches)
+        problem = replace(problem, graph=graph, constraints=constraints, cluster=cluster(problem.cluster.ranks))
+        assert propose(problem, planner)[0].plan.idle_ranks == (), seed
+
+
 def outlines_of(planner, problem):
     try:
         return planner(problem)

@@ -44,6 +44,8 @@ from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulat
 _ORDERS = 2  # that are tried of one plan
 _WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
 
+_IDLE = 1e9  # times as long: a plan in which a rank has nothing to do comes behind all others that fit
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -92,8 +94,8 @@ class Judged:
         return max(peak - cluster.device(rank).memory_bytes for rank, peak in enumerate(self.peak_bytes))
 
     def rank(self, cluster: Cluster) -> tuple[int, float]:
-        """Return what plans are ranked by, smaller is better: bytes over memory, then seconds."""
-        return max(0, self.overflow(cluster)), self.step_s
+        """Return what plans are ranked by, smaller is better: bytes over memory, then seconds; idle ranks are last."""
+        return max(0, self.overflow(cluster)), self.step_s * (_IDLE if self.plan.idle_ranks else 1.0)
 
 
 class Judge:

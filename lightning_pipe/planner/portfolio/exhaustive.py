@@ -77,7 +77,7 @@ class _Search:
             return
         seconds = field.seconds(depths)
         for i in fitting[np.argsort(seconds[fitting], kind="stable")]:
-            if self.best is not None and seconds[i] >= self.best.step_s * (1 - ROUNDING):
+            if self.best is not None and seconds[i] >= self.best.rank(self._problem.cluster)[1] * (1 - ROUNDING):
                 return
             judged = self._judged(field, int(i), depths)
             if judged.overflow(self._problem.cluster) <= 0:

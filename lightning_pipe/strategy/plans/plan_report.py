@@ -98,6 +98,13 @@ def introduce(planned: Planned, graph: Graph) -> None:
             f"nothing: their ranks are idle. The step has too few operations for so many stages ({few} would do), or "
             "samples do not lie along batch_dim, so that most of it sees the whole batch."
         )
+    if ranks := planned.plan.idle_ranks:
+        named = f"Rank {ranks[0]} computes" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} compute"
+        rank_zero_warn(
+            f"{named} nothing: replicas take whole micro-batches in turn, as the step mixes samples, and "
+            f"the batch has {planned.plan.microbatches}. Use {problem.cluster.ranks - len(ranks)} of the "
+            f"{problem.cluster.ranks} devices, or more micro-batches."
+        )
     if problem.profile.source != "measured":
         table = plan_table(planned.plan, graph, joinable=_joinable(planned))
         rank_zero_info(f"{planned.route}\n{table}")
