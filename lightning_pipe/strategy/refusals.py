@@ -102,10 +102,15 @@ def refuse_parts(module: pl.LightningModule) -> None:
                 "only. Register its indices and values instead, and make it of them in the step: "
                 "torch.sparse_coo_tensor(self.indices, self.values, size)."
             )
-    lazy = [name for name, p in module.named_parameters() if is_lazy(p)]
-    for name in [*lazy, *without_origin(module)]:
+    for name in (name for name, p in module.named_parameters() if is_lazy(p)):
         raise UnsupportedError(
-            f"{name} of {type(module).__name__} has no values (it is on the meta device, or lazy), and nothing says "
+            f"{name} of {type(module).__name__} is lazy: its first input gives it a shape and values, and ranks divide "
+            "parameters before that. Run the module once before trainer.fit, on a batch or on zeros of its shape: "
+            "`with torch.no_grad(): module(batch)`; or give the number of inputs, as nn.Linear does."
+        )
+    for name in without_origin(module):
+        raise UnsupportedError(
+            f"{name} of {type(module).__name__} has no values (it is on the meta device), and nothing says "
             "which. Build it in configure_model or inside `with trainer.init_module(empty_init=True)`; or call "
             "save_hyperparameters() in its __init__, so that it can be built again; or give all values by weights= or "
             "ckpt_path=."

@@ -43,7 +43,7 @@ MODULES = {
     "adjacency of .* has the layout torch.sparse_coo": lambda: changed(
         lambda m: m.register_buffer("adjacency", torch.eye(3).to_sparse())
     ),
-    "is on the meta device, or lazy": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
+    "Run the module once before trainer.fit": lambda: changed(lambda m: setattr(m, "head", nn.LazyLinear(7))),
 }
 CALLBACKS = {
     "BatchSizeFinder": lambda: cb.BatchSizeFinder(),
