@@ -91,9 +91,9 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             with contextlib.suppress(CaptureError):
                 once &= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)])
         later = {name for names in run.mutated.values() for name in names} | {one.name for one in run.changes}
-        first_buffers = cold_buffers - later
-        if first_buffers:
-            once |= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)]) & first_buffers
+        if first_buffers := cold_buffers - later:
+            with contextlib.suppress(CaptureError):  # then they may depend on the samples
+                once |= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)]) & first_buffers
         written = runner.writers([run, *others], chosen, kept)
         said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
         steady.restore()
@@ -101,12 +101,11 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     if in_python:  # dice may fall alike once
         run = replace(run, repeatable=frozenset())
     trace = _described(request, run, others, [call.seconds for call in calls])
-    whole = (only or trace.whole or said.by_count) if fits else _KEEPS_SIZES
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
         is_random_in_python=in_python,
-        whole=whole,
+        whole=(only or trace.whole or said.by_count) if fits else _KEEPS_SIZES,
         once=once,
         said=said,
         written=written,
