@@ -78,7 +78,8 @@ class DappleConfig:
             reports, always measure it.
         trace: file for the recorded timeline (Perfetto JSON); None writes none.
         timeline_steps: number of optimizer steps recorded at the start and compared with the prediction.
-        watch_every: record one optimizer step in so many, and give the Trainer's loggers a row of its figures (`pipe/...`,
+        watch_every: record one optimizer step in so many, and give the Trainer's loggers a row of its figures
+            (`pipe/...`,
             see docs/monitoring.md); 0 gives them neither rows nor the plan.
         replan: if the prediction was wrong, plan again with measured times and switch to a better plan.
         start_method: how the processes of one host start: "popen" runs the script again, the others are those of
