@@ -18,10 +18,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_pipe.cache_files import usable
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.foreign_names import OLD_NAMES, instead_of, schedule_advice, schedule_name, with_present_names
+from lightning_pipe.foreign_names import (
+    OLD_NAMES,
+    closest,
+    expected_names,
+    instead_of,
+    schedule_advice,
+    schedule_name,
+    with_present_names,
+)
 from lightning_pipe.planner.problem import EXECUTED, Constraints, Sharding
 from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
-from lightning_pipe.schedule.construct.options import hint
 from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.formats.torch_csv import load_csv
 from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS
@@ -135,9 +142,7 @@ class DappleConfig:
             value = getattr(self, field.name)
             rule = _RULES[field.name]
             if not (value is None and field.default is None) and not rule.holds(value):
-                raise ConfigError(
-                    f"found {field.name}={value!r} ({type(value).__name__}); expected {rule.expected(value)}"
-                )
+                raise ConfigError(f"found {field.name}={value!r} ({type(value).__name__}); {rule.expected(value)}")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -266,8 +271,8 @@ def _limits(text: str) -> dict[str, int]:
             raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}")
         try:
             found[kind] = parse_bytes(amount)
-        except ConfigError as error:
-            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}: {error}") from None
+        except ConfigError:
+            raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}") from None
         if found[kind] < 1:
             raise ConfigError(f"found memory_limit={text!r}; expected more than nothing, {LIMITS}")
     return found
@@ -295,8 +300,9 @@ class _Rule(NamedTuple):
         return self.least is None or value >= self.least  # type: ignore[operator]
 
     def expected(self, value: object) -> str:
-        close = schedule_advice(str(value)) or hint(str(value), dict.fromkeys(self.one_of))
-        return self.words + ", ".join(map(repr, self.one_of)) + close
+        if not self.one_of:
+            return f"expected {self.words}"
+        return schedule_advice(str(value)) + expected_names(str(value), self.one_of, words=self.words.strip())
 
 
 def _choice(names: Collection[str]) -> _Rule:
@@ -400,11 +406,14 @@ def check_known(options: Collection[str]) -> None:
     advised = "; ".join(f"{name!r}: {text}" for name, text in zip(unknown, advice, strict=True) if text)
     names = f"option{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}"
     expected = "" if all(advice) else f"; expected some of {', '.join(_RULES)}"
-    raise ConfigError(f"found the unknown {names}{expected}{'; ' if advised else ''}{advised}")
+    raise ConfigError(f"found the unknown {names}{'; ' if advised else ''}{advised}{expected}")
 
 
 def _advice(name: str) -> str:
-    return instead_of(name) or hint(name, _RULES).removeprefix("; ")
+    if (advice := instead_of(name)) is not None:
+        return advice
+    meant = closest(name, _RULES)
+    return f"did you mean {meant!r}?" if meant else ""
 
 
 def _container(options: DictConfig) -> Mapping[str, Any]:

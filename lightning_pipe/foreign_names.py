@@ -1,4 +1,4 @@
-"""Names of options other than ours: those of other systems, and those that our options had before.
+"""Names other than ours: misspelt ones, those of other systems, and those that our options had before.
 
 Schedules of `torch.distributed.pipelining` are accepted under torch's names where ours is the same schedule. Options of
 DDP, FSDP, DeepSpeed, Megatron-LM and torch are not: they are refused with what to set instead. Names that options of
@@ -7,7 +7,9 @@ ours had before are accepted for a while, with a note.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import SequenceMatcher
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from lightning_pipe.errors import ConfigError
@@ -119,6 +121,31 @@ def set_twice(old: str, now: str) -> ConfigError:
     return ConfigError(f"found {old} and {now}; {old} is the old name of {now}. Remove {old}.")
 
 
+_CLOSE = 0.65  # of two names as difflib compares them: "stage" is not "trace" (0.6), "spq" is "spp" (0.67)
+
+
+def closest(found: str, known: Iterable[str], *, close: float = _CLOSE) -> str | None:
+    """Return the known name that a misspelt one seems to mean; None if none is like it.
+
+    Of equally close names the one that begins alike for longest is meant: `gpt-13c` is `gpt-13b`, not `gpt-1b3`.
+
+    Args:
+        found: the name.
+        known: the names that there are.
+        close: least likeness, as of `difflib.get_close_matches`.
+    """
+    likeness = {name: SequenceMatcher(None, name, found).ratio() for name in known}
+    meant = max(likeness, key=lambda name: (likeness[name], len(commonprefix((name, found)))), default=None)
+    return meant if meant is not None and likeness[meant] >= close else None
+
+
+def expected_names(found: str, known: Iterable[str], *, words: str = "one of", close: float = _CLOSE) -> str:
+    """Return `expected one of a, b`, after `did you mean 'a'?` if a name is misspelt; arguments as for `closest`."""
+    names = list(known)
+    meant = closest(found, names, close=close)
+    return f"{f'did you mean {meant!r}? Expected' if meant else 'expected'} {words} {', '.join(names)}"
+
+
 def schedule_name(found: str, known: Collection[str]) -> str:
     """Return our name of a schedule: in any case, or as torch calls it, with or without "Schedule" before it.
 
@@ -140,5 +167,5 @@ def instead_of(option: str) -> str | None:
 def schedule_advice(found: str) -> str:
     """Return what to set for a schedule of torch that has no name of its own here, or nothing."""
     if found.casefold().removeprefix("schedule") == "interleavedzerobubble":
-        return "; torch's InterleavedZeroBubble is schedule='zb_h1' with stages_per_device=2 or more"
+        return "torch's InterleavedZeroBubble is schedule='zb_h1' with stages_per_device=2 or more; "
     return ""

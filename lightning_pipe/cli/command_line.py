@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich import box
@@ -51,16 +53,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: command and overrides; by default those of the process.
     """
-    found = command_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if mistake := _dashes(words):
+        _show_error(f"{words[0]}: {mistake}")
+        return _REFUSED
+    found = command_parser().parse_args(words)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    width = console.width if console.is_terminal else WIDTH
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
     try:
         for text in _texts(found, width):
             console.print(text, end="\n\n")
     except PipeError as error:
-        Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{NAME} {found.command}: {error}")
+        _show_error(f"{found.command}: {error}")
         return _REFUSED
     return 0
+
+
+def _show_error(text: str) -> None:
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(f"{NAME} {text}")
+
+
+def _dashes(words: Sequence[str]) -> str:
+    """Return what to write instead of an option with dashes; "" if there is none of a command's options."""
+    known = COMMANDS[words[0]][0].__dataclass_fields__ if words and words[0] in COMMANDS else {}
+    for word, following in zip_longest(words[1:], words[2:], fillvalue=""):
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in known:
+            value = word.partition("=")[2] or following
+            return f"found {word}; options have no dashes: write {name}={value}"
+    return ""
 
 
 def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
@@ -74,7 +95,7 @@ def _texts(found: argparse.Namespace, width: int) -> Iterator[str]:
 
 def command_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(NAME, description="Plan pipelines for devices that need not be here.")
+    parser = argparse.ArgumentParser(NAME, description="Plan pipelines for hardware you do not have at hand.")
     parser.add_argument("--version", action="version", version=lightning_pipe.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (kind, _) in COMMANDS.items():
@@ -87,12 +108,12 @@ def command_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("overrides", nargs="*", metavar="key=value", help="options, in Hydra's grammar")
-    meaning = "Make a plain file, or safetensors files, of a checkpoint, with the memory of one tensor."
+    meaning = "Convert a checkpoint into a single .ckpt file or safetensors files, one tensor at a time."
     command = commands.add_parser(CONSOLIDATE, help=meaning, description=meaning)
     command.add_argument(
-        "directory", help="which save_distributed_checkpoint=True has written; for safetensors a file too"
+        "directory", help="directory that save_distributed_checkpoint=True wrote; for safetensors a file too"
     )
-    command.add_argument("out", help="the file to write; for safetensors a directory")
+    command.add_argument("out", help="file to write; for safetensors a directory")
     form = "ckpt: a checkpoint of Lightning (default); safetensors: the weights, for from_pretrained and weights="
     command.add_argument("--format", choices=("ckpt", "safetensors"), default="ckpt", help=form)
     most = "of a safetensors file, as 5GB (default); more become several with an index"
@@ -101,7 +122,7 @@ def command_parser() -> argparse.ArgumentParser:
     command.add_argument("--prefix", default="", metavar="NAME", help=attribute)
     kinds = ("float64", "float32", "float16", "bfloat16")
     command.add_argument("--dtype", choices=kinds, help="convert floating-point weights")
-    trusted = "unpickle objects of any class, as weights_only=False does; whoever wrote the checkpoint can run code"
+    trusted = "unpickle objects of any class (weights_only=False): the checkpoint's author can then run code here"
     command.add_argument("--trusted", action="store_true", help=trusted)
     return parser
 

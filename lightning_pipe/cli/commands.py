@@ -17,19 +17,19 @@ from lightning_pipe.cli.options import (
     StepOptions,
     WishedOptions,
 )
-from lightning_pipe.cli.problem import problem_of
+from lightning_pipe.cli.problem import overhead_sentence, problem_of
 from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.alternatives import alternatives, larger_batch
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge, unfolded
 from lightning_pipe.planner.evaluation.resolve import check_weights
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.report import chrome_trace, explain, html_page, plot_memory, plot_timeline
+from lightning_pipe.report.table import wrapped
 from lightning_pipe.strategy.plans.planning import check_samples
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -49,8 +49,11 @@ def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
     planned = _planned(options, options.planner)
     yield from _tables(planned.best, planned.problem, width)
     yield _reasons(planned, width)
-    yield from _tight(planned.best, planned.problem)
-    yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}. {_costs(planned.problem, options)}"
+    if hint := larger_batch(planned.problem, planned.best):
+        yield wrapped(hint, width)
+    yield from _tight(planned.best, planned.problem, width)
+    yield f"Planned by {options.planner} in {format_seconds(planned.seconds)}."
+    yield _costs(planned.problem, options, width)
     if options.out is not None:
         yield _written(options.out, planned.best.plan, options)
     yield from _drawn(options, planned.best, planned.problem)
@@ -61,7 +64,7 @@ def run_compare(options: CompareOptions, width: int) -> Iterator[str]:
     problem = problem_of(options)
     attempts = [_attempt(problem, planner) for planner in dict.fromkeys(options.planners)]
     yield attempts_table(attempts, problem.samples, width=width)
-    yield _costs(problem, options)
+    yield _costs(problem, options, width)
 
 
 def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
@@ -70,9 +73,9 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
     judged = _given(str(options.plan), problem)
     yield from _tables(judged, problem, width)
     if (excess := judged.overflow(problem.cluster)) > 0:
-        yield f"The plan does not fit: the fullest rank needs {format_bytes(excess)} more than it has."
-    yield from _tight(judged, problem)
-    yield _costs(problem, options)
+        yield f"Predicted: the plan does not fit; the fullest rank needs {format_bytes(excess)} more than it has."
+    yield from _tight(judged, problem, width)
+    yield _costs(problem, options, width)
     yield from _drawn(options, judged, problem)
 
 
@@ -81,8 +84,8 @@ def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
     planned = _explained(options)
     yield stages_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)
-    yield from _tight(planned.best, planned.problem)
-    yield _costs(planned.problem, options)
+    yield from _tight(planned.best, planned.problem, width)
+    yield _costs(planned.problem, options, width)
 
 
 def run_report(options: ReportOptions, width: int) -> Iterator[str]:
@@ -94,7 +97,7 @@ def run_report(options: ReportOptions, width: int) -> Iterator[str]:
         path.write_text(html_page(page), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write the report: {error}. Change out=.") from None
-    yield f"{page.title}: {format_seconds(planned.best.step_s)} per step."
+    yield f"{page.title}: predicted {format_seconds(planned.best.step_s)} per step."
     yield f"Wrote the report to {path}; open it in a browser."
 
 
@@ -149,36 +152,30 @@ def _reasons(planned: _Planned, width: int) -> str:
 _FULL = 0.95  # of a device's memory; runs held to 5 % more than was foreseen have trained (docs/memory.md)
 
 
-def _tight(judged: Judged, problem: Problem) -> Iterator[str]:
+def _tight(judged: Judged, problem: Problem, width: int) -> Iterator[str]:
     """Yield a warning if the fullest rank has next to no room for what no plan foresees."""
     shares = [peak / problem.cluster.device(rank).memory_bytes for rank, peak in enumerate(judged.peak_bytes)]
     fullest = max(range(len(shares)), key=shares.__getitem__)
     if _FULL < shares[fullest] <= 1:
-        yield (
-            f"Rank {fullest} is full to {format_share(shares[fullest])}. Fragmentation, and what libraries take for "
-            "themselves, are not foreseen: memory_limit= leaves room for them."
+        yield wrapped(
+            f"Predicted: rank {fullest} is full to {format_share(shares[fullest])}. Fragmentation and the libraries' "
+            "own memory are not predicted: leave room for them with memory_limit=.",
+            width,
         )
 
 
-def _costs(problem: Problem, options: StepOptions) -> str:
+def _costs(problem: Problem, options: StepOptions, width: int) -> str:
     profile = problem.profile
-    told = (
+    text = (
         f"Costs are {profile.source} (device: {profile.device}); speeds of the cluster are relative to that device. "
-        f"{_runtime(profile, options)}"
+        f"{overhead_sentence(problem, options)}"
     )
-    if profile.device != "nominal" or options.cluster is None or options.speed != 1:
-        return told
-    return (
-        f"{told} A nominal device is about as fast as one core of a CPU: set speed= to how many times faster the "
-        "cluster's are, or links look too fast."
-    )
-
-
-def _runtime(profile: Profile, options: StepOptions) -> str:
-    if not options.runtime:
-        return "The runtime's own work is left out."
-    call, message = (format_seconds(seconds) for seconds in (profile.call_s / options.speed, profile.message_s))
-    return f"The runtime is taken to add {call} to every compute and {message} to every message (runtime=0: nothing)."
+    if profile.device == "nominal" and options.cluster is not None and options.speed == 1:
+        text += (
+            " A nominal device is about as fast as one core of a CPU: set speed= to how many times faster the "
+            "cluster's are, or links look too fast."
+        )
+    return wrapped(text, width)
 
 
 def _written(path: str, plan: Plan, options: StepOptions) -> str:

@@ -21,13 +21,13 @@ from lightning_pipe.units import format_bytes, format_seconds, parse_rate
 
 @dataclass(frozen=True)
 class MaxBatchOptions(StepOptions):
-    """Find the largest batch, or the deepest model, that trains within memory: policy by policy, with its step time."""
+    """Find the largest batch, or the deepest model, that fits into memory, for every activation policy."""
 
     microbatches: int | None = option(None, "micro-batches per batch; null takes two per device")
-    policies: tuple[str, ...] = option(tuple(POLICIES), "which policies are compared")
-    planner: str = option("auto", "who plans where something is planned: one of " + ", ".join(PLANNER_NAMES))
-    swap: str | None = option(None, "rate of copies to a host's memory, such as '12 GB/s'; else the cluster's")
-    deepest: str | None = option(None, "argument of the model that is its depth: finds the largest, for one batch")
+    policies: tuple[str, ...] = option(tuple(POLICIES), "policies to compare")
+    planner: str = option("auto", "planner, for the policies that plan: one of " + ", ".join(PLANNER_NAMES))
+    swap: str | None = option(None, "rate of copies to the host's memory, such as '12 GB/s'; default: the cluster's")
+    deepest: str | None = option(None, "argument of the model that is its depth: find the deepest model for one batch")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,7 @@ def run_max_batch(options: MaxBatchOptions, width: int) -> Iterator[str]:
         )
     yield _table(found, problem, options, width)
     yield (
-        f"Devices have {' to '.join(format_bytes(size) for size in dict.fromkeys((memory[0], memory[-1])))}. Judged by "
+        f"Devices have {' to '.join(format_bytes(size) for size in dict.fromkeys((memory[0], memory[-1])))}. Predicted by "
         f"simulation; costs are {problem.profile.source}. What each policy does: docs/memory.md."
     )
 

@@ -28,9 +28,9 @@ from lightning_pipe.cli.priced_step import PricedStep
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.cost.counted import counted
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError
+from lightning_pipe.foreign_names import expected_names
 from lightning_pipe.lightning_names import HalfPrecision, MixedPrecision, Precision, is_overridden, pl
 from lightning_pipe.profiler.timing.operators import profile_capture
-from lightning_pipe.schedule.construct.options import hint
 
 SHIPPED = {f"gpt-{size}": f"lightning_pipe.examples.gpt:gpt_{size}" for size in ("125m", "1b3", "13b", "175b")}
 _MOST_PER_RANK = 8  # micro-batches per rank for which operations are timed
@@ -69,7 +69,9 @@ def captured(
             f"{options.model} was built with real parameters, as it cannot be planned without them: {error}",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
-    return PricedStep(capture.graph, _costs(capture, samples, options, ranks=ranks), samples, _tokens(module, options))
+    costs, count = _costs(capture, samples, options, ranks=ranks), sum(p.numel() for p in module.parameters())
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return PricedStep(capture.graph, costs, samples, _tokens(module, options), kind, count)
 
 
 def _tokens(module: pl.LightningModule, options: StepOptions) -> int:
@@ -150,10 +152,10 @@ def _imported(name: str, option: str) -> Callable[..., Any]:
     """Import a function or class, also from the directory in which the command runs."""
     path, colon, attribute = SHIPPED.get(name, name).partition(":")
     if not (path and colon and attribute):
-        raise ConfigError(
-            f"found {option}={name!r}; expected package.module:name, e.g. {option}=project.nets:Net, or, as a model, "
-            f"one that ships with the package: {', '.join(SHIPPED)}{hint(name, SHIPPED)}"
-        )
+        expected = "expected package.module:name of a function"
+        if option == "model":
+            expected = expected_names(name, SHIPPED, words="package.module:name of a LightningModule, or one of")
+        raise ConfigError(f"found {option}={name!r}; {expected}")
     if "" not in sys.path and os.getcwd() not in sys.path:  # a console script does not see where it is started
         sys.path.insert(0, os.getcwd())
     module = _called(partial(importlib.import_module, path), f"the import of {path} for {option}={name}")

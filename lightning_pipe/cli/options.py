@@ -25,11 +25,10 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_pipe.config import DappleConfig, read_config
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.foreign_names import OLD_NAMES, OldName, set_twice
+from lightning_pipe.foreign_names import OLD_NAMES, OldName, expected_names, set_twice
 from lightning_pipe.planner.problem import Constraints, MemoryPolicy
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import ADAM_STATE
-from lightning_pipe.schedule.construct.options import hint
 
 log = logging.getLogger(__name__)
 
@@ -45,36 +44,42 @@ class StepOptions:
 
     model: str | None = option(
         None,
-        "package.module:name of a LightningModule, or of a function that returns one; or gpt-13b",
+        "package.module:name of a LightningModule, or of a function that returns one; or gpt-13b and the like",
     )
     model_args: dict[str, Any] = field(
         default_factory=dict,
-        metadata={"meaning": "what the model is called with: model_args={width: 64}, +model_args.width=64"},
+        metadata={"meaning": "arguments of the model: model_args={width: 64}, or +model_args.width=64"},
     )
     batch: str | None = option(None, "package.module:name of a function that returns a batch; else the model's own")
     precision: str = option(
-        "32-true", "of a model's numbers, as the Trainer's: 32-true, 16-true, bf16-true, bf16-mixed"
+        "32-true", "numeric precision, as in Trainer(precision=…): 32-true, 16-true, bf16-true, bf16-mixed"
     )
-    batch_dim: int = option(0, "dimension of the batch's tensors along which samples lie")
-    costs: str = option("counted", "of a model's operations: counted, or measured on this machine")
-    compile: bool = option(False, "whether stages will run compiled, which measured costs are then of")
-    cache: str | None = option(None, "directory of measured times; off keeps none, null the user's cache directory")
-    profile: str | None = option(None, "instead of a model: file of a published profile of layers")
-    profile_samples: int | None = option(None, "samples that this file was measured with, if its name does not say it")
-    profile_layers: int | None = option(None, "number of layers of the model, for a file of Galvatron")
-    saved_bytes_per_sample: float | None = option(None, "what layers keep per sample, if this file does not say it")
+    batch_dim: int = option(0, "batch dimension of the batch's tensors")
+    costs: str = option("counted", "cost of a model's operations: counted, or measured on this machine")
+    compile: bool = option(False, "whether stages will run compiled; costs are then measured on compiled stages")
+    cache: str | None = option(
+        None, "directory for measured times; off stores none, null is the user's cache directory"
+    )
+    profile: str | None = option(None, "instead of a model: file of a published layer profile")
+    profile_samples: int | None = option(None, "samples per batch of this profile, if its name does not say it")
+    profile_layers: int | None = option(None, "number of layers of the model, for a Galvatron profile")
+    saved_bytes_per_sample: float | None = option(
+        None, "activation bytes per sample of a layer, if the profile does not say it"
+    )
     optimizer_state: float = option(ADAM_STATE, "bytes of optimizer state per byte of parameters; 2 is Adam")
-    cluster: str | None = option(None, "the devices: preset (see docs/clusters.md) or cluster file")
-    ranks: int | None = option(None, "instead of a cluster: so many equal nominal devices")
+    cluster: str | None = option(None, "devices: preset (see docs/clusters.md) or cluster file")
+    ranks: int | None = option(None, "instead of a cluster: number of equal nominal devices")
     memory_limit: str | None = option(
         None, "most memory of a device: 16GiB, or 'memory_limit=\"V100: 15GiB, T4: 14GiB\"'"
     )
-    speed: float = option(1.0, "how many times faster the devices are than those of the costs, besides the cluster's")
-    runtime: float = option(1.0, "the runtime's own work per compute and message, by how much it is on CPUs; 0: none")
-    tokens: int | None = option(
-        None, "tokens of a sample, for tokens/s; else the model's tokens_per_sample, if it has it"
+    speed: float = option(1.0, "speed of the devices relative to the costs, multiplied by the cluster's speeds")
+    runtime: float = option(
+        1.0, "runtime overhead, as a multiple of the cluster's, else of what was measured on CPUs; 0 = none"
     )
-    samples: int | None = option(None, "samples per optimizer step, over all ranks; else those of the batch or profile")
+    tokens: int | None = option(None, "tokens per sample, for tokens/s; default: the model's tokens_per_sample")
+    samples: int | None = option(
+        None, "samples per optimizer step, over all ranks; default: those of the batch or profile"
+    )
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -84,10 +89,7 @@ class StepOptions:
         if self.speed <= 0:
             raise ConfigError(f"found speed={self.speed:g}; expected more than 0; 1 is as fast as what was profiled")
         if self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"found precision={self.precision!r}; expected one of {', '.join(PRECISIONS)}"
-                f"{hint(self.precision, dict.fromkeys(PRECISIONS))}"
-            )
+            raise ConfigError(f"found precision={self.precision!r}; {expected_names(self.precision, PRECISIONS)}")
         self._check_sources()
         _ = self.config  # which checks them
 
@@ -150,13 +152,17 @@ class WishedOptions(StepOptions):
 
     microbatches: int | None = option(None, "micro-batches per batch; null leaves it to the planner")
     layout: str | None = option(None, "ranks per stage, such as 2-1; null leaves it to the planner")
-    schedule: str | None = option(None, "order of the computes, or a CSV file of one; null leaves it to the planner")
+    schedule: str | None = option(None, "schedule, or a CSV file of one; null leaves it to the planner")
     stages_per_device: int | None = option(None, "stages per device; null leaves it to the planner")
     warmup: str | None = option(None, "warm-up of 1F1B: pa, pb, 1f1b*, a depth, or 'warmup=\"4,3,2,1\"'")
-    post_validation: bool = option(False, "whether ranks go on to the next batch without waiting for each other")
-    shard_optimizer: str = option("auto", "optimizer state shared by replicas: on, off, or auto where it must be")
-    least_samples: int = option(1, "fewest samples of a micro-batch for which a replica may be used")
-    activation_policies: tuple[str, ...] = option((), "besides keeping saved tensors: [recompute,offload]")
+    post_validation: bool = option(False, "whether ranks start the next batch without waiting for each other")
+    shard_optimizer: str = option(
+        "auto", "shard the optimizer state over replicas: on, off, or auto (only if needed to fit)"
+    )
+    least_samples: int = option(1, "minimum samples per micro-batch and replica")
+    activation_policies: tuple[str, ...] = option(
+        (), "extra activation policies the planner may use: [recompute,offload]"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,14 +187,14 @@ class Drawn(Protocol):
         """Return the trace to write."""
 
 
-_PLANNER = "who makes the plan: one of " + ", ".join(PLANNER_NAMES)
-_DRAW = "PNG file for a picture of the timeline; its neighbour FILE_memory.png shows memory"
-_TRACE = "file for the timeline, to be opened at https://ui.perfetto.dev"
+_PLANNER = "planner: one of " + ", ".join(PLANNER_NAMES)
+_DRAW = "PNG file for the timeline; FILE_memory.png beside it shows memory"
+_TRACE = "file for the timeline; open it at https://ui.perfetto.dev"
 
 
 @dataclass(frozen=True)
 class PlanOptions(WishedOptions):
-    """Make a plan, say why it was chosen, and write it to a file."""
+    """Make a plan, compare it with its alternatives, and write it to a file."""
 
     planner: str = option("auto", _PLANNER)
     out: str | None = option("plan.yaml", "file for the plan; null writes none")
@@ -202,11 +208,11 @@ class PlanOptions(WishedOptions):
 
 @dataclass(frozen=True)
 class CompareOptions(WishedOptions):
-    """Let several planners plan, and compare what they find."""
+    """Run several planners and compare their plans."""
 
     planners: tuple[str, ...] = option(
         tuple(name for name in PLANNER_NAMES if name != "exhaustive"),
-        "whose plans: some of " + ", ".join(PLANNER_NAMES),
+        "planners: some of " + ", ".join(PLANNER_NAMES),
     )
 
     def __post_init__(self) -> None:
@@ -218,7 +224,7 @@ class CompareOptions(WishedOptions):
 
 @dataclass(frozen=True)
 class SimulateOptions(StepOptions):
-    """Predict a given plan: time, bubble and memory of every rank."""
+    """Predict time, bubble and memory of a given plan, rank by rank."""
 
     plan: str | None = option(None, "file of the plan")
     draw: str | None = option(None, _DRAW)
@@ -233,7 +239,7 @@ class SimulateOptions(StepOptions):
 
 @dataclass(frozen=True)
 class ExplainOptions(WishedOptions):
-    """Explain why a plan, given or made, is good or not: against one device, DDP and the runner-up."""
+    """Explain how good a plan is (yours or a new one): against one device, DDP and other plans."""
 
     plan: str | None = option(None, "file of the plan; null lets the planner make one")
     planner: str = option("auto", _PLANNER)
@@ -241,7 +247,7 @@ class ExplainOptions(WishedOptions):
 
 @dataclass(frozen=True)
 class ReportOptions(ExplainOptions):
-    """Write a plan, given or made, with its predicted timeline, memory and alternatives as one HTML page."""
+    """Write one HTML page on a plan (yours or a new one): predicted timeline, memory and alternatives."""
 
     out: str = option("report.html", "file for the page")
 
@@ -257,9 +263,7 @@ def check_names(option: str, found: Sequence[str], known: Sequence[str]) -> None
     """
     for name in found:
         if name not in known:
-            raise ConfigError(
-                f"found {name!r} in {option}; expected some of {', '.join(known)}{hint(name, dict.fromkeys(known))}"
-            )
+            raise ConfigError(f"found {name!r} in {option}; {expected_names(name, known, words='some of')}")
 
 
 def _check_picture(path: str | None) -> None:
@@ -282,8 +286,8 @@ def read_options(kind: type[Options], overrides: Sequence[str]) -> Options:
         parsed = _parsed(override, kind)
         try:
             OmegaConf.update(config, parsed.key_or_group, parsed.value())
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"found {override!r}; {_reason(error)}") from None
+        except OmegaConfBaseException:
+            raise ConfigError(f"found {override!r}; {_expected(kind, parsed.key_or_group)}") from None
     return _made(kind, config)
 
 
@@ -303,8 +307,8 @@ def options_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
             raise unknown_option(name, known)
         try:
             OmegaConf.update(config, name, list(value) if isinstance(value, tuple) else value)
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"found {name}={value!r}; {_reason(error)}") from None
+        except OmegaConfBaseException:
+            raise ConfigError(f"found {name}={value!r}; {_expected(kind, name)}") from None
     return _made(kind, config)
 
 
@@ -364,7 +368,24 @@ def _parsed(override: str, kind: type[Dataclass]) -> Override:
 
 def unknown_option(name: str, known: Mapping[str, Any]) -> ConfigError:
     """Return the error that says which options there are."""
-    return ConfigError(f"found the unknown option {name!r}; expected one of {', '.join(known)}{hint(name, known)}")
+    return ConfigError(f"found the unknown option {name!r}; {expected_names(name, known)}")
+
+
+_WORDS = (  # of types; an integer is a number, too
+    (int, "a whole number, such as {0}=8"),
+    (float, "a number, such as {0}=0.5"),
+    (bool, "true or false"),
+    (str, "a text"),
+)
+
+
+def _expected(kind: type[Dataclass], key: str) -> str:
+    """Return in words what an option takes."""
+    of = get_type_hints(kind)[key.partition(".")[0]]
+    words = next(
+        (words for plain, words in _WORDS if of in (plain, plain | None)), "a list {0}=[a,b], or pairs {{a: 1}}"
+    )
+    return f"expected {words.format(key)}"
 
 
 def _reason(error: Exception) -> str:

@@ -16,9 +16,13 @@ class PricedStep(NamedTuple):
         profile: seconds of its operations.
         samples: of a batch.
         tokens: of a sample; 0 if it is not known.
+        module: class of the module, or the published profile.
+        parameters: number of its parameters; 0 if it is not known.
     """
 
     graph: Graph
     profile: Profile
     samples: int
     tokens: int = 0
+    module: str = ""
+    parameters: int = 0

@@ -9,10 +9,10 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_pipe.cost.utilization import model_flops, seconds_at_peak
+from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.report.table import WIDTH, text_of, wrapped
 from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
@@ -23,11 +23,16 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
 
     Ranks of which the same is predicted share a row.
     """
-    headline = (
-        f"step {format_seconds(judged.step_s)}, {problem.samples / judged.step_s:.4g} samples/s, "
-        f"{_tokens(judged, problem)}{_model_flops(judged, problem)}bubble {format_share(judged.bubble)}"
-    )
-    table = Table(box=box.SIMPLE, title=headline, title_justify="left")
+    tokens, flops = tokens_text(problem, judged.step_s), model_flops(problem, judged.step_s)
+    facts = [
+        f"Predicted: step {format_seconds(judged.step_s)}",
+        f"{problem.samples / judged.step_s:.4g} samples/s",
+        *([f"{tokens} tokens/s"] if tokens else []),
+        *([str(flops)] if flops is not None else []),
+        f"bubble {format_share(judged.bubble)}",
+    ]
+    headline = ", ".join(facts)
+    table = Table(box=box.SIMPLE)
     for heading in ("rank", "device", "stages"):
         table.add_column(heading, overflow="ellipsis", no_wrap=True)
     for heading in ("computes", "waits", "bubble", "memory", "of", "fits"):
@@ -50,27 +55,7 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
         rows.setdefault(cells, []).append(rank)
     for figures, ranks in rows.items():
         table.add_row(numbers_text(ranks), *figures)
-    return text_of(table, width)
-
-
-def _tokens(judged: Judged, problem: Problem) -> str:
-    """Return the tokens per second; "" if samples have none."""
-    if not problem.tokens:
-        return ""
-    rate = problem.samples * problem.tokens / judged.step_s
-    return f"{rate:,.0f} tokens/s, " if rate >= 100 else f"{rate:.3g} tokens/s, "
-
-
-def _model_flops(judged: Judged, problem: Problem) -> str:
-    """Return the model's own operations per second and device, and the MFU; "" where they are not known."""
-    flops = model_flops(problem.graph, problem.samples)
-    devices = [problem.cluster.device(rank) for rank in range(problem.cluster.ranks)]
-    rates = [device.rates for device in devices if device.rates is not None]
-    if not flops or not judged.step_s or len(rates) < len(devices):
-        return ""
-    told = f"{flops / judged.step_s / len(devices) / 1e12:.3g} TFLOP/s per device"
-    seconds = seconds_at_peak(problem.graph, problem.samples, [rate.peak_of for rate in rates])
-    return f"{told} (MFU {format_share(seconds / judged.step_s, 0)}), " if seconds else f"{told}, "
+    return f"{wrapped(headline, width)}\n\n{text_of(table, width)}"
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,14 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class RuntimeOverhead:
+    """Seconds that a runtime adds: to every compute of a stage, and to every message."""
+
+    compute_s: float
+    message_s: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator (or CPU).
 
@@ -70,6 +78,7 @@ class Device:
         speed: how many times faster than the device that was profiled.
         rates: of what costs are counted by; None if they are not known.
         overhead_bytes: measured memory beside that, which communicators, contexts and libraries take.
+        runtime: what the runtime is assumed to add on such a device; None if nothing is assumed.
     """
 
     kind: str
@@ -77,6 +86,7 @@ class Device:
     speed: float = 1.0
     rates: Rates | None = None
     overhead_bytes: int = 0
+    runtime: RuntimeOverhead | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,15 @@ class Cluster:
     def overhead_bytes(self) -> int:
         """Return the most that communicators, contexts and libraries take on a device."""
         return max((device.overhead_bytes for host in self.hosts for device in host.devices), default=0)
+
+    @property
+    def runtime(self) -> RuntimeOverhead | None:
+        """Return the most that the runtime is assumed to add on any device; None if a device does not say it."""
+        stated = [device.runtime for host in self.hosts for device in host.devices]
+        known = [overhead for overhead in stated if overhead is not None]
+        if not known or len(known) < len(stated):
+            return None
+        return RuntimeOverhead(max(one.compute_s for one in known), max(one.message_s for one in known))
 
     @property
     def ranks(self) -> int:

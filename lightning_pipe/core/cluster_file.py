@@ -3,7 +3,8 @@
 hosts:
 - name: server
   count: 2                                                    # this many equal hosts: server-0, server-1
-  devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0, rates: {memory: 720 GB/s, tflops: {float32: 12}}}]
+  devices: [{kind: V100, count: 8, memory: 16 GiB, speed: 1.0, rates: {memory: 720 GB/s, tflops: {float32: 12}},
+    runtime: {compute: 10 us, message: 20 us}}]                 # assumed overhead of plans; optional
   inside: {latency: 5 us, bandwidth: 40 GB/s}                 # needed by more than one device
   network: {latency: 30 us, bandwidth: 25 Gbit/s}             # needed by more than one host
   swap: {latency: 10 us, bandwidth: 12 GB/s}                  # to the host's memory; optional
@@ -21,17 +22,29 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
 import yaml
 
-from lightning_pipe.core.cluster import NO_LINK, NO_SWAP, Cluster, Device, Host, Link, PairLink, Rates, Reduction
+from lightning_pipe.core.cluster import (
+    NO_LINK,
+    NO_SWAP,
+    Cluster,
+    Device,
+    Host,
+    Link,
+    PairLink,
+    Rates,
+    Reduction,
+    RuntimeOverhead,
+)
 from lightning_pipe.core.serial import from_yaml
 from lightning_pipe.errors import ClusterError, ConfigError, PlanError
+from lightning_pipe.foreign_names import expected_names
 from lightning_pipe.units import parse_bytes, parse_rate, parse_seconds, spell_bytes, spell_rate, spell_seconds
 
+_CLOSE = 0.6  # least likeness of a misspelt preset
 Amount = str | int | float  # a number without unit is let through by the schema, so that the error can ask for one
 
 
@@ -57,6 +70,14 @@ class RatesEntry:
 
 
 @dataclass(frozen=True)
+class RuntimeEntry:
+    """What the runtime adds to a compute of a stage, and to a message, in the words of the file."""
+
+    compute: Amount
+    message: Amount
+
+
+@dataclass(frozen=True)
 class DeviceEntry:
     """Equal devices of a host."""
 
@@ -65,6 +86,7 @@ class DeviceEntry:
     count: int = 1
     speed: float = 1.0
     rates: RatesEntry | None = None
+    runtime: RuntimeEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -184,12 +206,8 @@ def find_cluster(name: str, *, presets: Path) -> Cluster:
         return load_cluster(presets / f"{name}.yaml")
     if Path(name).is_file():
         return load_cluster(name)
-    close = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ClusterError(
-        f"found neither a preset nor a file named {name!r}; expected the path of a cluster file or one of "
-        f"{', '.join(names)}{hint}"
-    )
+    expected = expected_names(name, names, words="the path of a cluster file or one of", close=_CLOSE)
+    raise ClusterError(f"found neither a preset nor a file named {name!r}; {expected}")
 
 
 def check_ranks(cluster: Cluster, ranks: int, *, source: str) -> None:
@@ -250,7 +268,15 @@ def _devices(entry: DeviceEntry, path: str) -> list[Device]:
     memory = round(_amount(parse_bytes, entry.memory, f"{path}.memory"))
     _require(memory > 0, f"{path}.memory", repr(entry.memory), "more than 0, what a rank may use, such as '16 GiB'")
     rates = None if entry.rates is None else _rates(entry.rates, f"{path}.rates")
-    return [Device(entry.kind, memory, entry.speed, rates)] * entry.count
+    runtime = None if entry.runtime is None else _runtime(entry.runtime, f"{path}.runtime")
+    return [Device(entry.kind, memory, entry.speed, rates, runtime=runtime)] * entry.count
+
+
+def _runtime(entry: RuntimeEntry, path: str) -> RuntimeOverhead:
+    compute_s, message_s = (
+        _amount(parse_seconds, getattr(entry, key), f"{path}.{key}") for key in ("compute", "message")
+    )
+    return RuntimeOverhead(compute_s, message_s)
 
 
 def _rates(entry: RatesEntry, path: str) -> Rates:
@@ -333,7 +359,12 @@ def _numbered(path: str, entries: Sequence[_E]) -> Iterator[tuple[str, _E]]:
 def _host_entry(host: Host) -> HostEntry:
     devices = tuple(
         DeviceEntry(
-            device.kind, spell_bytes(device.memory_bytes), len(list(equal)), device.speed, _rates_entry(device.rates)
+            device.kind,
+            spell_bytes(device.memory_bytes),
+            len(list(equal)),
+            device.speed,
+            _rates_entry(device.rates),
+            _runtime_entry(device.runtime),
         )
         for device, equal in itertools.groupby(host.devices)
     )
@@ -346,6 +377,12 @@ def _rates_entry(rates: Rates | None) -> RatesEntry | None:
         return None
     tflops, peak = ({n: rate / 1e12 for n, rate in found} for found in (rates.flops_per_s, rates.peak_flops_per_s))
     return RatesEntry(spell_rate(rates.memory_bytes_per_s), tflops, spell_seconds(rates.operation_s), peak)
+
+
+def _runtime_entry(runtime: RuntimeOverhead | None) -> RuntimeEntry | None:
+    if runtime is None:
+        return None
+    return RuntimeEntry(spell_seconds(runtime.compute_s), spell_seconds(runtime.message_s))
 
 
 def _link_entry(link: Link | None, *, absent: Link | None = None) -> LinkEntry | None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Literal
 
 from lightning_pipe.core.program import Layout
+from lightning_pipe.units import counted_noun
 
 Share = Literal["samples", "microbatches"]
+_SPELLED = 4  # stages up to which `layout_text` lists the replicas of each
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,14 @@ class Plan:
     def replicas_text(self) -> str:
         """Return the numbers of replicas of the stages: `2-1`."""
         return "-".join(str(len(stage.ranks)) for stage in self.stages)
+
+    @property
+    def layout_text(self) -> str:
+        """Return stages and replicas for people: `2-1`, or `16 stages x 2`, `2 stages x 1, 14 stages x 2`."""
+        if len(self.stages) <= _SPELLED:
+            return self.replicas_text
+        runs = [(count, len(list(run))) for count, run in groupby(len(stage.ranks) for stage in self.stages)]
+        return ", ".join(f"{counted_noun(stages, 'stage')} x {count}" for count, stages in runs)
 
     @cached_property
     def layout(self) -> Layout:

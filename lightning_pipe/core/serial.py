@@ -12,7 +12,6 @@ import dataclasses
 import json
 import sys
 from collections.abc import Hashable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, Union, cast, get_a
 import yaml
 
 from lightning_pipe.errors import PlanError
+from lightning_pipe.foreign_names import expected_names
 
 
 class Dataclass(Protocol):
@@ -27,6 +27,8 @@ class Dataclass(Protocol):
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
 
+
+_CLOSE = 0.7  # likeness of a misspelt key: "start" is not "share"
 
 T = TypeVar("T", bound=Dataclass)
 V = TypeVar("V")
@@ -152,7 +154,8 @@ def _dataclass(cls: type, data: object, path: str) -> object:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
-            raise PlanError(f"{_join(path, key)}: unknown key; expected {', '.join(fields)}{_hint(key, fields)}")
+            expected = expected_names(str(key), fields, close=_CLOSE)
+            raise PlanError(f"{_join(path, key)}: unknown key; {expected}")
     for name, field in fields.items():
         if name not in data and _is_required(field):
             raise PlanError(f"{_join(path, name)}: missing; {cls.__name__} needs it")
@@ -162,11 +165,6 @@ def _dataclass(cls: type, data: object, path: str) -> object:
 
 def _is_required(field: dataclasses.Field[object]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _hint(key: object, fields: Mapping[str, object]) -> str:
-    close = get_close_matches(str(key), list(fields), n=1, cutoff=0.7)  # "start" is not "share"
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _value(kind: object, data: object, path: str) -> object:

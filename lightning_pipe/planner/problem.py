@@ -65,7 +65,9 @@ class Problem:
         training: whether the step has a backward and ends with an optimizer step.
         constraints: what is decided already.
         runs_ahead: whether ranks go on to the next batch without waiting for each other.
-        tokens: of a sample, for what is reported only; 0 if it is not known.
+        tokens: of a sample, for what is reported only, as the next two; 0 if it is not known.
+        module: class of the module, or the profile in its place.
+        parameters: number of its parameters; 0 if it is not known.
     """
 
     graph: Graph
@@ -76,6 +78,8 @@ class Problem:
     constraints: Constraints = ANYTHING
     runs_ahead: bool = False
     tokens: int = 0
+    module: str = ""
+    parameters: int = 0
 
     @cached_property
     def tables(self) -> GraphArrays:

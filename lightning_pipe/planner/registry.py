@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_pipe.errors import ConfigError, PlanError
+from lightning_pipe.foreign_names import expected_names
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.memory.least_memory import LeastMemory
 from lightning_pipe.planner.memory.settle import check_fits, settle
@@ -28,7 +29,6 @@ from lightning_pipe.planner.systems.madpipe.madpipe_planner import madpipe
 from lightning_pipe.planner.systems.pipedream import pipedream
 from lightning_pipe.planner.systems.spp.spp_planner import spp
 from lightning_pipe.planner.systems.uniform import uniform
-from lightning_pipe.schedule.construct.options import hint
 
 PLANNERS: dict[str, Planner] = {
     "dapple": dapple,
@@ -55,8 +55,7 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
         PlanError: if no plan fits: into memory, or the graph.
     """
     if planner not in PLANNER_NAMES:
-        names = dict.fromkeys(PLANNER_NAMES)
-        raise ConfigError(f"no planner {planner!r}; planners: {', '.join(names)}{hint(planner, names)}")
+        raise ConfigError(f"found planner={planner!r}; {expected_names(planner, PLANNER_NAMES)}")
     wished = problem.constraints.replicas
     if wished is not None and planner not in FOLLOW_LAYOUTS:
         layout = "-".join(map(str, wished))

@@ -1,7 +1,7 @@
-"""Explanation of a plan in plain words: gains and costs against one device, data parallel and other plans.
+"""Summary of a plan: gains and costs against one device, data parallel training and other plans.
 
-All times are predictions of the same judge, so only their ratios are worth a sentence. The text is as ready to advise
-against a pipeline as for it.
+All times are predictions of the same simulator, so every sentence begins with "Predicted"; sentences on a recorded step
+begin with "Measured". The summary is as ready to advise against a pipeline as for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.table import Table
 
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report.account import Account, accounts
-from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.report.table import WIDTH, text_of, wrapped
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
 Kind = Literal["plan", "one device", "data parallel", "runner-up", "variant"]
@@ -53,33 +53,34 @@ class Alternative:
 
 
 def explain(alternatives: Sequence[Alternative], *, timeline: Timeline, width: int = WIDTH) -> str:
-    """Return why a plan was chosen, or should not be used, as a few sentences and a table.
+    """Return the summary of a plan: sentences, and a table of the alternatives.
 
     Args:
         alternatives: exactly one of kind "plan", and any others, on the same batch.
         timeline: the plan's simulated step.
-        width: characters per line of the table.
+        width: characters per line.
     """
-    return "\n".join([*sentences(alternatives, timeline=timeline), "", alternatives_table(alternatives, width=width)])
+    summary = (wrapped(sentence, width) for sentence in sentences(alternatives, timeline=timeline))
+    return "\n".join([*summary, "", alternatives_table(alternatives, width=width)])
 
 
 def sentences(alternatives: Sequence[Alternative], *, timeline: Timeline) -> list[str]:
-    """Return all that is worth saying for and against a plan; arguments as for `explain`."""
+    """Return the sentences of a summary; arguments as for `explain`."""
     plan, others = _plan_and_others(alternatives)
     return [
         *(sentence for other in others for sentence in _against(plan, other)),
         *_microbatches(plan, [other for other in others if other.kind == "variant"]),
-        *_losses(timeline),
-        _memory(plan),
+        *time_sentences(timeline, "Predicted"),
+        f"Predicted memory: {_range(plan.peak_bytes)} per device{'' if plan.fits else ', which does not fit'}.",
     ]
 
 
 def main_sentences(alternatives: Sequence[Alternative], *, timeline: Timeline) -> list[str]:
-    """Return the at most three sentences that matter most: against one device, data parallel, and what limits it."""
+    """Return at most three sentences: against one device, against data parallel training, and the bottleneck."""
     plan, others = _plan_and_others(alternatives)
     baselines = [other for other in others if other.kind in ("one device", "data parallel")]
     against = [sentence for other in baselines for sentence in _against(plan, other)]
-    return [*against, *list(_losses(timeline))[-1:]]
+    return [*against, *list(time_sentences(timeline, "Predicted"))[-1:]]
 
 
 def _plan_and_others(alternatives: Sequence[Alternative]) -> tuple[Alternative, list[Alternative]]:
@@ -94,62 +95,60 @@ def _against(plan: Alternative, other: Alternative) -> Iterator[str]:
         case "data parallel":
             yield _against_data_parallel(plan, other)
         case "runner-up" if _differs(other, plan):
-            takes = f"would take {_times(other.step_s / plan.step_s)} the time"
-            yield f"Another plan ({other.name}) {takes}{'' if other.fits else ', but does not fit'}."
+            fits = "" if other.fits else ", but does not fit"
+            yield f"Predicted: the best other plan ({other.name}) takes {_times(other, plan)} the time{fits}."
         case "plan" | "runner-up" | "variant":
             pass
 
 
 def _differs(other: Alternative, plan: Alternative) -> bool:
-    """Return whether there is anything to say about the seconds, or the memory, of another way."""
+    """Return whether seconds or memory of an alternative are worth a sentence."""
     return abs(other.step_s / plan.step_s - 1) >= NOTICEABLE or other.fits != plan.fits
 
 
 def _against_one_device(plan: Alternative, one: Alternative) -> str:
     devices, gain = len(plan.peak_bytes), one.step_s / plan.step_s
     if not one.fits:
-        return f"One device is too small: it would need {format_bytes(max(one.peak_bytes))}."
+        return f"Predicted: one device would need {format_bytes(max(one.peak_bytes))}, which does not fit."
     if gain < 1 - UNCERTAIN:
-        return f"One device is enough, and predicted to take {_times(gain)} the time of this plan: use devices=1."
+        return f"Predicted: one device fits and takes {_times(one, plan)} the time of this plan: use devices=1."
     if gain < 1 + UNCERTAIN:
-        return f"One device is enough, and predicted to be about as fast ({_times(gain)} the time): consider devices=1."
+        return f"Predicted: one device fits and is about as fast ({_times(one, plan)} the time): consider devices=1."
     why = ""
     if gain < devices:
-        why = f"{devices} devices are not {devices} times as fast: {_why_not(plan)}"
+        why = f"; {_why_not(plan)}"
     elif gain > devices * (1 + NOTICEABLE):
-        why = "That is more than they can share out: smaller parts are faster, or other work disturbed measurements."
+        why = "; more than linear, because smaller parts run faster or other work disturbed the measurements"
     share = format_share(gain / devices, 0)
-    return f"{_times(gain)} as fast as one device, on {devices} ({share} of the ideal). {why}".strip()
+    return f"Predicted speed-up on {devices} devices: {_times(one, plan)} ({share} of linear){why}."
 
 
 def _why_not(plan: Alternative) -> str:
     if plan.stages == 1:
-        return "sums of gradients and the optimizer step take their share."
+        return "the rest goes to gradient all-reduce and the optimizer step"
     if plan.bubble < NOTICEABLE:
-        return "stages are uneven, or the runtime and the links take their share."
-    idle = format_share(plan.bubble, 0)
-    return f"ranks are idle for {idle} of their span, at both ends of the step or waiting for each other."
+        return "uneven stages, the runtime and the links take the rest"
+    return f"the bubble is {format_share(plan.bubble, 0)}, at both ends of the step or while ranks wait for each other"
 
 
 def _against_data_parallel(plan: Alternative, replicas: Alternative) -> str:
-    ratio = replicas.step_s / plan.step_s
+    ratio, times = replicas.step_s / plan.step_s, _times(replicas, plan)
     if plan.stages == 1:
-        already = "This is data parallel training: every device holds the whole model"
         if ratio < 1 - UNCERTAIN:
-            return f"{already}. On whole batches it is predicted to take {_times(ratio)} the time: set microbatches=1."
-        return f"{already}."
+            return f"Predicted: data parallel training on whole batches takes {times} the time: set microbatches=1."
+        return "This is data parallel training: every device holds the whole model."
     if not replicas.fits:
-        return f"Data parallel training does not fit: every device would need {format_bytes(max(replicas.peak_bytes))}."
+        needed = format_bytes(max(replicas.peak_bytes))
+        return f"Predicted: data parallel training does not fit; every device would need {needed}."
     if ratio < 1 - UNCERTAIN:
         return (
-            f"Data parallel training fits, and is predicted to take {_times(ratio)} the time: a pipeline is the wrong "
-            "choice here. Use strategy='ddp', or leave out layout and schedule: then it is chosen, if the step allows "
-            "it."
+            f"Predicted: data parallel training fits and takes {times} the time. Leave out layout, schedule and plan: "
+            "then it is chosen, if the step allows it."
         )
     if ratio < 1 + UNCERTAIN:
-        return f"Data parallel training fits, and is predicted to be about as fast ({_times(ratio)} the time)."
-    sent = f"it sends {format_bytes(replicas.bytes_sent)} per step instead of {format_bytes(plan.bytes_sent)}"
-    return f"Data parallel training is predicted to take {_times(ratio)} the time; {sent}."
+        return f"Predicted: data parallel training fits and is about as fast ({times} the time)."
+    sent = f"sends {format_bytes(replicas.bytes_sent)} per step instead of {format_bytes(plan.bytes_sent)}"
+    return f"Predicted: data parallel training takes {times} the time and {sent}."
 
 
 def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterator[str]:
@@ -158,53 +157,51 @@ def _microbatches(plan: Alternative, variants: Sequence[Alternative]) -> Iterato
     fewer = [variant for variant in ordered if variant.microbatches < plan.microbatches][-1:]
     more = [variant for variant in ordered if variant.microbatches > plan.microbatches][:1]
     for variant in (*fewer, *more):
-        if not _differs(variant, plan):
-            continue
-        amount = "more" if variant.microbatches > plan.microbatches else "fewer"
-        yield (
-            f"With {amount} micro-batches ({variant.microbatches} instead of {plan.microbatches}) the bubble would be "
-            f"{format_share(variant.bubble, 0)} instead of {format_share(plan.bubble, 0)}, and the step take "
-            f"{_times(variant.step_s / plan.step_s)} the time{'' if variant.fits else '; that does not fit'}."
-        )
+        if _differs(variant, plan):
+            counts = f"{variant.microbatches} micro-batches instead of {plan.microbatches}"
+            bubbles = f"{format_share(variant.bubble, 0)} instead of {format_share(plan.bubble, 0)}"
+            fits = "" if variant.fits else ", which does not fit"
+            yield f"Predicted: {counts} take {_times(variant, plan)} the time, with a bubble of {bubbles}{fits}."
 
 
-def _losses(timeline: Timeline) -> Iterator[str]:
-    """Yield sentences on what the ranks spend their time on, and on which of them computes longest."""
-    found = accounts(timeline)
-    shares = _shares(found)
-    parts = [f"{format_share(share, 0)} {what}" for what, share in shares if share >= NOTICEABLE]
+def time_sentences(timeline: Timeline, word: Literal["Predicted", "Measured"]) -> Iterator[str]:
+    """Yield sentences on how ranks spend their time, and on the rank that computes longest if the cut is uneven.
+
+    Args:
+        timeline: a step, simulated or recorded.
+        word: which of them it is.
+    """
+    by_rank = accounts(timeline)
+    parts = [f"{format_share(share, 0)} {activity}" for activity, share in _shares(by_rank) if share >= NOTICEABLE]
     if parts:
-        yield f"The ranks spend {', '.join(parts)}."
-    busy = [sum(account.computes.values()) for account in found]
+        yield f"{word}: ranks spend {', '.join(parts)}."
+    busy = [sum(account.computes.values()) for account in by_rank]
     mean = sum(busy) / len(busy) if busy else 0.0
     if mean and max(busy) > UNEVEN * mean:
-        slowest = found[busy.index(max(busy))]
+        slowest = by_rank[busy.index(max(busy))]
         stages = sorted({stage for stage, _ in slowest.computes})
         holds = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        idle = [str(account.rank) for account, seconds in zip(by_rank, busy, strict=True) if not seconds]
+        idle_text = f"; idle: rank{'s' if len(idle) > 1 else ''} {', '.join(idle)}" if idle else ""
         yield (
-            f"Rank {slowest.rank} ({holds}) sets the pace: it computes {format_seconds(max(busy))}, "
-            f"{max(busy) / mean:.2f} times the mean."
+            f"{word} bottleneck: rank {slowest.rank} ({holds}) computes {format_seconds(max(busy))} per step, "
+            f"{max(busy) / mean:.2f}x the average{idle_text}."
         )
 
 
-def _shares(found: Sequence[Account]) -> list[tuple[str, float]]:
+def _shares(by_rank: Sequence[Account]) -> list[tuple[str, float]]:
     """Return what share of the time of all ranks goes where, largest first."""
     seconds = {
-        "computing": sum(sum(account.computes.values()) for account in found),
-        "waiting for other stages": sum(account.drain + sum(gap.late for gap in account.gaps) for account in found),
-        "waiting for messages on their way": sum(gap.transfer for account in found for gap in account.gaps),
-        "waiting for what was offloaded": sum(gap.swap for account in found for gap in account.gaps),
-        "on overhead between computes": sum(gap.overhead for account in found for gap in account.gaps),
-        "waiting for sums of gradients": sum(account.reduction for account in found),
-        "in the optimizer": sum(account.optimizer for account in found),
+        "computing": sum(sum(account.computes.values()) for account in by_rank),
+        "waiting for other stages": sum(account.drain + sum(gap.late for gap in account.gaps) for account in by_rank),
+        "waiting for messages": sum(gap.transfer for account in by_rank for gap in account.gaps),
+        "waiting for offloaded activations": sum(gap.swap for account in by_rank for gap in account.gaps),
+        "on overhead between passes": sum(gap.overhead for account in by_rank for gap in account.gaps),
+        "waiting for gradient all-reduce": sum(account.reduction for account in by_rank),
+        "in the optimizer": sum(account.optimizer for account in by_rank),
     }
     total = sum(seconds.values()) or 1.0
     return sorted(((what, part / total) for what, part in seconds.items()), key=lambda share: -share[1])
-
-
-def _memory(plan: Alternative) -> str:
-    needed = _range(plan.peak_bytes)
-    return f"It needs {needed} per device{'' if plan.fits else ', which does not fit'}."
 
 
 def _range(amounts: Sequence[int]) -> str:
@@ -212,14 +209,19 @@ def _range(amounts: Sequence[int]) -> str:
     return most if least == most else f"{least} to {most}"
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:.2f} times"
+def _times(other: Alternative, plan: Alternative) -> str:
+    return f"{other.step_s / plan.step_s:.2f}x"
 
 
 def alternatives_table(alternatives: Sequence[Alternative], *, width: int = WIDTH) -> str:
     """Return the alternatives as a table, with seconds as ratios to those of the plan."""
+    return text_of(alternatives_grid(alternatives), width)
+
+
+def alternatives_grid(alternatives: Sequence[Alternative]) -> Table:
+    """Return the table of `alternatives_table`, to be printed or written as HTML."""
     plan, _ = _plan_and_others(alternatives)
-    table = Table(box=box.SIMPLE)
+    table = Table(box=box.SIMPLE, title="Predicted", title_justify="left")
     table.add_column("", overflow="fold")
     for heading in ("step", "ratio", "bubble", "peak per device", "sent per step", "fits"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -233,4 +235,4 @@ def alternatives_table(alternatives: Sequence[Alternative], *, width: int = WIDT
             format_bytes(other.bytes_sent),
             "yes" if other.fits else "no",
         )
-    return text_of(table, width)
+    return table

@@ -41,7 +41,7 @@ function legend(entries) {
 function timeline() {
   if (!data.runs.length) return;
   const length = Math.max(...data.runs.map(run => run.seconds)) || 1;
-  const LANE = 24, GAP = 10, LEFT = 150, TOP = 24, height = TOP + data.ranks.length * (data.runs.length * LANE + GAP) + 8;
+  const LANE = 24, GAP = 10, LEFT = 120, TOP = 24, height = TOP + data.ranks.length * (data.runs.length * LANE + GAP) + 8;
   let from = 0, to = length, shown = [];
   const canvas = make("canvas", { height: String(height), tabindex: "0", "aria-label": "timeline of the step" });
   const tip = make("div", { class: "tip" });
@@ -55,7 +55,7 @@ function timeline() {
   place.append(make("h2", {}, "Timeline"), ...data.runs.map(run => make("div", { class: "note" }, run.heading)), tools);
   place.append(make("div", { class: "canvas" }, canvas, tip));
   const used = new Set(data.runs.flatMap(run => run.bars.map(bar => bar[1])));
-  const names = { ...data.meanings, sum: "sum of gradients", step: "optimizer step", ...data.own_work };
+  const names = { ...data.meanings, sum: "gradient all-reduce", step: "optimizer step", ...data.own_work };
   place.append(legend([...Object.keys(names).filter(kind => used.has(kind)).map(kind => [data.meanings[kind] ? `${kind}  ${names[kind]}` : names[kind], data.colours[kind]]), ["message on its way", data.colours.message]]));
   if (data.left_out) place.append(make("p", { class: "note" }, `${data.left_out} more ranks are not drawn.`));
 
@@ -141,8 +141,8 @@ function timeline() {
 
 function memory() {
   if (!data.memory.length) return;
-  const W = 1120, H = 170, LEFT = 70, BOTTOM = 20;
-  place.append(make("h2", {}, "Memory"), make("p", { class: "note" }, "Predicted, by what it is for. Dashed: what was measured of the saved tensors, above the predicted state, with its times stretched to the predicted step; dotted: the measured peak of everything; red: the limit."));
+  const W = Math.min(1120, place.clientWidth || 1120), H = 170, LEFT = 70, BOTTOM = 20;
+  place.append(make("h2", {}, "Memory"), make("p", { class: "note" }, "Predicted, by kind. Dashed: measured activations, above the predicted state, with times stretched to the predicted step. Dotted: measured peak. Red: limit."));
   place.append(legend(data.kinds.map(kind => [kind, INKS[kind]])));
   const end = Math.max(...data.memory.map(stack => stack.times.at(-1) ?? 0)) || 1;
   const spans = data.memory.flatMap(stack => stack.measured.map(point => point[0]));
@@ -173,7 +173,7 @@ function memory() {
     }
     if (stack.measured_peak) svg.append(make("line", { x1: LEFT, x2: W, y1: y(stack.measured_peak), y2: y(stack.measured_peak), stroke: "var(--ink)", "stroke-dasharray": "1 4", "stroke-width": "2" }));
     if (stack.limit) svg.append(make("line", { x1: LEFT, x2: W, y1: y(stack.limit), y2: y(stack.limit), stroke: "#d62728", "stroke-width": "2" }));
-    const [stamps, step] = ticks(0, end, 8);
+    const [stamps, step] = ticks(0, end, Math.max(2, W / 140));
     for (const mark of stamps) svg.append(make("text", { x: x(mark), y: H - 3, "text-anchor": "middle" }, seconds(mark, step)));
     place.append(make("h3", {}, `rank ${stack.ranks}: ${stack.heading}`), svg);
   }
@@ -182,23 +182,24 @@ function memory() {
 function alternatives() {
   const all = data.candidates;
   if (all.length < 2) return;
-  place.append(make("h2", {}, "What else was judged"));
+  place.append(make("h2", {}, "Try other plans"), make("p", { class: "note" }, `Choose a layout, a schedule and a number of micro-batches among the ${all.length} plans that were simulated. All figures are predicted.`));
   const select = (label, values) => { const box = make("select", { "aria-label": label }); for (const value of values) box.append(make("option", { value }, value)); return box; };
   const unique = (name, among) => [...new Set(among.map(one => one[name]))];
-  const layout = select("layout", unique("layout", all)), schedule = select("schedule", []), slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "micro-batches" });
-  const count = make("span"), out = make("table"), tools = make("div", { class: "tools" }, "layout ", layout, " schedule ", schedule, " micro-batches ", slider, count);
-  place.append(tools, out);
+  const other = all[1], layout = select("layout", unique("layout", all)), schedule = select("schedule", []), slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "micro-batches" });
+  const count = make("span"), out = make("table"), tools = make("div", { class: "tools" }, ...[["layout", layout], ["schedule", schedule], ["micro-batches", slider, count]].map(parts => make("label", {}, ...parts.flatMap(part => [part, " "]))));
+  layout.value = other.layout;
+  place.append(tools, make("div", { class: "table" }, out));
   function fill(box, values, wanted) { box.replaceChildren(...values.map(value => make("option", { value }, value))); if (values.includes(wanted)) box.value = wanted; }
   function show(changed) {
     const same = all.filter(one => one.layout === layout.value);
-    if (changed === "layout") fill(schedule, unique("schedule", same), schedule.value || all[0].schedule);
+    if (changed === "layout") fill(schedule, unique("schedule", same), schedule.value || other.schedule);
     const row = same.filter(one => one.schedule === schedule.value).sort((a, b) => a.microbatches - b.microbatches);
-    if (changed) { slider.max = String(row.length - 1); slider.value = String(Math.max(0, row.findIndex(one => one.microbatches === all[0].microbatches))); }
+    if (changed) { slider.max = String(row.length - 1); slider.value = String(Math.max(0, row.findIndex(one => one.microbatches === other.microbatches))); }
     slider.disabled = row.length < 2;
     const now = row[Number(slider.value)];
     count.textContent = String(now.microbatches);
     const line = (name, one) => make("tr", {}, make("th", {}, name), ...[one.step, one.ratio, one.idle, one.peak, one.fits ? "yes" : "no"].map(text => make("td", {}, text)));
-    out.replaceChildren(make("tr", {}, ...["", "step", "of this plan's", "bubble", "peak per device", "fits"].map(text => make("th", {}, text))), line("this plan", all[0]), line("the other", now));
+    out.replaceChildren(make("tr", {}, ...["", "step", "of this plan's", "bubble", "peak per device", "fits"].map(text => make("th", {}, text))), line("this plan", all[0]), line("selected", now));
   }
   layout.onchange = () => show("layout"); schedule.onchange = () => show("schedule"); slider.oninput = () => show("");
   show("layout");

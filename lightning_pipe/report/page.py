@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
+
+from rich.table import Table
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
 from lightning_pipe.core.program import AnyCompute, Instruction, Reduce, Step
@@ -23,7 +25,9 @@ from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.report.account import flights, mean_bubble, mean_computing, run_facts, step_interval, step_seconds
 from lightning_pipe.report.comparison import Comparison
 from lightning_pipe.report.comparison_table import verdict
+from lightning_pipe.report.explain import time_sentences
 from lightning_pipe.report.plot import COLOURS, MEANINGS, MESSAGE, REDUCE, STEP
+from lightning_pipe.report.table import html_of
 from lightning_pipe.report.trace import Curve
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -78,13 +82,15 @@ class Page:
 
     Attributes:
         title: what was planned or run.
+        identity: names and values that tell two pages apart.
         costs: where the prediction comes from, in a sentence.
         samples: samples per step.
-        tables: heading and plain text of tables: the plan, alternatives.
+        rates: further rates by name, of a step of so many seconds, where they are known.
+        tables: headings and tables: the plan first, alternatives.
         sentences: what speaks for and against the plan.
         predicted: the simulated step.
         memory: predicted memory, and measured where it was.
-        candidates: what else was judged; the plan itself first.
+        candidates: plans to try; the plan itself first.
         plan: the plan as a file.
         measured: the recorded step to draw; None where nothing ran.
         comparison: figures of predicted and measured steps; None where there is nothing to compare.
@@ -92,9 +98,11 @@ class Page:
     """
 
     title: str
+    identity: tuple[tuple[str, str], ...]
     costs: str
     samples: int
-    tables: tuple[tuple[str, str], ...]
+    rates: Callable[[float], Mapping[str, str]]
+    tables: tuple[tuple[str, Table], ...]
     sentences: tuple[str, ...]
     predicted: Timeline | None
     memory: tuple[Stack, ...]
@@ -121,46 +129,72 @@ def html_page(page: Page) -> str:
 
 
 def _body(page: Page) -> str:
-    """Return what needs no script: cards, sentences, tables."""
+    """Return what needs no script: identity, cards, sentences, tables."""
+    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in page.identity)
     cards = "".join(
         f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
         for name, value, note in _cards(page)
     )
-    said = [*page.sentences, *(verdict(page.comparison) if page.comparison is not None else [])]
-    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in said)
-    tables = "".join(f"<h2>{escape(name)}</h2><pre>{escape(text)}</pre>" for name, text in page.tables)
-    plan = f"<h2>The plan as a file</h2><pre>{escape(page.plan)}</pre>"
+    measured = [] if page.comparison is None else verdict(page.comparison)
+    if page.measured is not None:
+        measured = [*time_sentences(page.measured, "Measured"), *measured]
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in (*measured, *page.sentences))
+    all_tables = [*page.tables[:1], ("Utilization by rank", _utilization(page)), *page.tables[1:]]
+    tables = "".join(f"<h2>{escape(name)}</h2>{html_of(table)}" for name, table in all_tables)
+    plan = f"<details><summary>The plan as a file</summary><pre>{escape(page.plan)}</pre></details>"
     return (
-        f'<section class="cards">{cards}</section>'
-        f"<section><h2>In words</h2><ul>{sentences}</ul><p class='note'>{escape(page.costs)}</p></section>"
+        f'<section><dl>{about}</dl></section><section class="cards">{cards}</section>'
+        f"<section><h2>Summary</h2><ul>{sentences}</ul><p class='note'>{escape(page.costs)}</p></section>"
         f"<section id='pictures'></section><section>{tables}{plan}</section>"
     )
 
 
 def _cards(page: Page) -> Iterable[tuple[str, str, str]]:
-    """Yield name, value and note of the figures at the top."""
+    """Yield name, value and note of the figures at the top; each says which of them are measured."""
+    runs = [
+        (word, run) for word, run in (("measured", page.measured), ("predicted", page.predicted)) if run is not None
+    ]
     if (comparison := page.comparison) is not None:
         step, bubble = comparison.step, comparison.bubble
-        yield "step, measured", format_seconds(step.measured), f"predicted {format_seconds(step.predicted)}"
-        yield "bubble, measured", format_share(bubble.measured), f"predicted {format_share(bubble.predicted)}"
-        yield (
-            "samples per second",
-            f"{page.samples / step.measured:.4g}",
-            f"predicted {page.samples / step.predicted:.4g}",
-        )
-    elif (run := page.predicted or page.measured) is not None:
-        word = "predicted" if page.predicted is not None else "measured"
-        yield f"step, {word}", format_seconds(step_seconds(run)), ""
-        yield f"bubble, {word}", format_share(mean_bubble(run)), "idle share of the ranks' own spans"
-        yield "samples per second", f"{page.samples / (step_seconds(run) or math.inf):.4g}", ""
-    for word, run in (("measured", page.measured), ("predicted", page.predicted)):
-        if run is not None:
-            yield "of the step, ranks compute", format_share(mean_computing(run), 0), word
-            break
+        steps = [("measured", step.measured), ("predicted", step.predicted)]
+        bubbles = [("measured", bubble.measured), ("predicted", bubble.predicted)]
+    else:
+        shown = runs[-1:] if page.predicted is not None else runs[:1]
+        steps = [(word, step_seconds(run)) for word, run in shown]
+        bubbles = [(word, mean_bubble(run)) for word, run in shown]
+    yield from _card("step", steps, format_seconds)
+    yield from _card("bubble", bubbles, format_share)
+    yield from _card("samples per second", steps, lambda step_s: f"{page.samples / (step_s or math.inf):.4g}")
+    for name in page.rates(1.0):
+        yield from _card(name, steps, lambda step_s, name=name: page.rates(step_s)[name])  # type: ignore[misc]
+    yield from _card("ranks compute, of the step", [(word, mean_computing(run)) for word, run in runs], format_share)
     if page.memory:
         fullest = max(page.memory, key=lambda stack: stack.peak)
         limit = f"of {format_bytes(fullest.limit)}" if fullest.limit is not None else "no limit is known"
         yield "peak memory, predicted", format_bytes(fullest.peak), f"rank {fullest.ranks}, {limit}"
+
+
+def _card(
+    name: str, figures: Sequence[tuple[str, float]], write: Callable[[float], str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield one card: the first figure, the others in its note."""
+    if figures:
+        (word, value), *others = figures
+        yield f"{name}, {word}", write(value), ", ".join(f"{other} {write(figure)}" for other, figure in others)
+
+
+def _utilization(page: Page) -> Table:
+    """Return which share of the step every rank computes, and its bubble, measured and predicted."""
+    runs = [
+        (word, run) for word, run in (("measured", page.measured), ("predicted", page.predicted)) if run is not None
+    ]
+    table = Table("rank", *(f"{what}, {word}" for what in ("computing", "bubble") for word, _ in runs))
+    for rank in sorted({rank for _, run in runs for rank in run.ranks}):
+        computing = (format_share(run.busy(rank) / (step_seconds(run) or math.inf)) for _, run in runs)
+        table.add_row(
+            (page.ranks or {}).get(rank, str(rank)), *computing, *(format_share(r.bubble(rank)) for _, r in runs)
+        )
+    return table
 
 
 def _data(page: Page) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from html import escape
 from io import StringIO
 from itertools import pairwise
 
@@ -17,7 +19,7 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import PlanError
 from lightning_pipe.units import counted_noun, format_bytes, format_seconds, format_share, numbers_text
 
-WIDTH = 140  # characters; long names are cut to fit
+WIDTH = 100  # characters; long names are cut to fit
 _NOTHING = 0.001  # of the cost of a graph
 
 
@@ -29,7 +31,14 @@ def plan_table(
     joinable: Collection[int] | None = None,
     width: int = WIDTH,
 ) -> str:
-    """Return the stages of a plan as a table.
+    """Return the stages of a plan as text; arguments and errors are those of `plan_grid`, `width` in characters."""
+    return text_of(plan_grid(plan, graph, seconds=seconds, joinable=joinable), width)
+
+
+def plan_grid(
+    plan: Plan, graph: Graph, *, seconds: Sequence[float] | None = None, joinable: Collection[int] | None = None
+) -> Table:
+    """Return the stages of a plan as a table, to be printed or written as HTML.
 
     Args:
         plan: the plan.
@@ -37,7 +46,6 @@ def plan_table(
         seconds: seconds of every node of the graph, forward and backward; without them shares of cost are those of
             floating point operations, or of bytes touched where none were counted.
         joinable: stages whose W of several micro-batches can be one product, if the plan wants that; None if not.
-        width: characters per line.
 
     Raises:
         PlanError: if a stage begins at a node that the graph does not have, or before the stage in front of it.
@@ -45,8 +53,8 @@ def plan_table(
     cuts = _cuts(plan, graph)
     costs = _costs(graph) if seconds is None else list(seconds)
     table = Table(box=box.SIMPLE, title=_headline(plan, graph), title_justify="left")
-    for heading in ("stage", "ranks", "first node", "modules"):
-        table.add_column(heading, overflow="ellipsis", no_wrap=heading != "modules")
+    for heading in ("stage", "ranks", "modules"):
+        table.add_column(heading, overflow="ellipsis" if heading != "modules" else "fold", no_wrap=heading != "modules")
     for heading in ("parameters", "cost", "samples per replica"):
         table.add_column(heading, justify="right")
     drops = any(stage.recompute or stage.offload for stage in plan.stages)
@@ -59,7 +67,6 @@ def plan_table(
         table.add_row(
             str(stage),
             numbers_text(plan.stages[stage].ranks),
-            nodes[0].name,
             _modules(nodes),
             format_bytes(_parameter_bytes(nodes, graph)),
             format_share(sum(costs[start:stop]) / (sum(costs) or 1.0)),
@@ -67,7 +74,7 @@ def plan_table(
             *([_not_kept(plan.stages[stage])] if drops else []),
             *(["joined" if stage in joinable else "one by one"] if joinable is not None else []),
         )
-    return text_of(table, width)
+    return table
 
 
 def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ def _samples(plan: Plan, stage: int, samples: int) -> str:
     """Return the samples of each replica in the largest micro-batch."""
     size = -(-samples // plan.microbatches)
     if plan.stages[stage].share == "microbatches":
-        return f"{size} in turn"
+        return f"{size} (round-robin)"
     layout, replicas = plan.layout, range(len(plan.stages[stage].ranks))
     sizes = [len(layout.samples(stage, replica, 0, size)) for replica in replicas]
     if len(sizes) > 2 and len(set(sizes)) == 1:
@@ -174,3 +181,17 @@ def text_of(table: Table, width: int) -> str:
     out = StringIO()
     Console(file=out, width=width, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+
+
+def wrapped(sentence: str, width: int) -> str:
+    """Return a sentence in lines of at most so many characters; words, paths among them, stay whole."""
+    return textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False)
+
+
+def html_of(table: Table) -> str:
+    """Return a table as HTML, its title as a caption; cells may have several lines."""
+    headings = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    caption = f"<caption>{escape(str(table.title))}</caption>" if table.title else ""
+    return f"<div class='table'><table>{caption}<thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>"

@@ -10,10 +10,9 @@ from typing import Protocol
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import CopyingOrder, HostCopy, Layout, Options, Order
 from lightning_pipe.errors import ConfigError, PlanError
-from lightning_pipe.foreign_names import OLD_NAMES, set_twice
+from lightning_pipe.foreign_names import OLD_NAMES, expected_names, set_twice
 from lightning_pipe.schedule.construct.device_orders import without_padding
 from lightning_pipe.schedule.construct.layout_shapes import SHAPES, Device, Shape, both_ways, looping, zigzag
-from lightning_pipe.schedule.construct.options import hint
 from lightning_pipe.schedule.construct.stage_times import ChainTimes, unit_times
 from lightning_pipe.schedule.formats.text import format_order, parse_order
 from lightning_pipe.schedule.orders.bitpipe import bitpipe
@@ -143,8 +142,7 @@ def register_schedule(
     if name in SCHEDULES:
         raise ConfigError(f"the schedule {name!r} exists already; expected a new name")
     if shape not in SHAPES:
-        known = ", ".join(map(repr, SHAPES))
-        raise ConfigError(f"found shape={shape!r}; expected one of {known}" + hint(shape, SHAPES))
+        raise ConfigError(f"found shape={shape!r}; {expected_names(shape, SHAPES)}")
     if not stages_per_device or min(stages_per_device) < 1:
         raise ConfigError(f"found stages_per_device={tuple(stages_per_device)}; expected one or more numbers from 1")
     SCHEDULES[name] = Schedule(order, SHAPES[shape], tuple(stages_per_device))
@@ -166,7 +164,7 @@ def order_of(
         ConfigError: if the schedule or one of its options is unknown, or it does not suit the layout.
     """
     if schedule not in SCHEDULES:
-        raise ConfigError(f"no schedule {schedule!r}; schedules: {', '.join(SCHEDULES)}" + hint(schedule, SCHEDULES))
+        raise ConfigError(f"found schedule={schedule!r}; {expected_names(schedule, SCHEDULES)}")
     match SCHEDULES[schedule]:
         case Schedule() as fixed:
             return fixed.order(layout, microbatches, options)

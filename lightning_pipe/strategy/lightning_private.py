@@ -62,6 +62,7 @@ from lightning_pipe.lightning_names import (
     lightning_module,
     pl,
 )
+from lightning_pipe.units import counted_noun
 
 BARRIER_OF_STAGE = "run-stage"
 
@@ -351,7 +352,9 @@ def end_where_asked(trainer: pl.Trainer, any_rank_stops: Callable[[bool], bool])
     if any_rank_stops(is_asked):
         if is_asked:
             rank, steps = trainer.global_rank, trainer.global_step
-            log.warning("Rank %d was told to end (SIGTERM): all ranks stop, after %d optimizer steps.", rank, steps)
+            log.warning(
+                "Rank %d received SIGTERM; all ranks stop after %s.", rank, counted_noun(steps, "optimizer step")
+            )
         connector: Any = trainer._signal_connector
         connector.received_sigterm = True
         raise SIGTERMException

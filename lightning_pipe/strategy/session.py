@@ -177,6 +177,7 @@ class Session:
             self._first_steps = FirstSteps(
                 self._config,
                 pipeline=self._pipeline,
+                module=self._module,
                 control=self._links.control,
                 device=self._device,
                 optimizers=optimizers,

@@ -17,9 +17,11 @@ from lightning_pipe.core.program import Reduce, Send
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
-from lightning_pipe.units import counted_noun
+from lightning_pipe.units import counted_noun, format_share
 
-_MOST_CUTS = 3  # that the name of a plan lists
+_LARGER = 4  # times the samples of a batch, when a larger one is tried
+_LARGE_BUBBLE = 0.05  # from which on a larger batch is tried
+_LARGE_GAIN = 0.05  # of samples per second, from which on it is worth a sentence
 
 
 def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> list[Alternative]:
@@ -90,24 +92,44 @@ def _data_parallel(problem: Problem) -> Iterator[Alternative]:
 
 
 def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
-    """Yield the best candidate that cuts the graph elsewhere, or lays it out differently."""
+    """Yield the best candidate with another layout or schedule; the same ones cut elsewhere are no other idea."""
     for other in others:
-        if (other.cuts, other.plan.layout) != (best.cuts, best.plan.layout):
-            replicas = other.plan.replicas_text
-            cuts = [stage.at for stage in other.plan.stages[1:]]
-            starts = "".join(f", cut before {cut}" for cut in cuts[:_MOST_CUTS])
-            if len(cuts) > _MOST_CUTS:
-                starts += f" and at {counted_noun(len(cuts) - _MOST_CUTS, 'more place')}"
-            name = f"runner-up: {replicas}, {counted_noun(other.plan.microbatches, 'micro-batch')}{starts}"
+        if _idea(other) != _idea(best):
+            name = f"{other.plan.schedule}, {other.plan.layout_text}, {_microbatches(other)}"
             yield _alternative(name, "runner-up", other, problem.cluster)
             return
 
 
 def _variants(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
-    """Yield the best candidate of the same stages for every other number of micro-batches."""
+    """Yield the best candidate of the same layout and schedule for every other number of micro-batches."""
     seen = {best.plan.microbatches}
     for other in others:
-        count = other.plan.microbatches
-        if (other.cuts, other.plan.layout) == (best.cuts, best.plan.layout) and count not in seen:
-            seen.add(count)
-            yield _alternative(counted_noun(count, "micro-batch"), "variant", other, problem.cluster)
+        if _idea(other) == _idea(best) and other.plan.microbatches not in seen:
+            seen.add(other.plan.microbatches)
+            yield _alternative(_microbatches(other), "variant", other, problem.cluster)
+
+
+def _idea(judged: Judged) -> tuple[str, str]:
+    return judged.plan.replicas_text, judged.plan.schedule
+
+
+def _microbatches(judged: Judged) -> str:
+    return counted_noun(judged.plan.microbatches, "micro-batch")
+
+
+def larger_batch(problem: Problem, best: Judged) -> str:
+    """Return, in a sentence, what the same plan gains by a batch of several times the samples; "" if too little.
+
+    The larger batch is simulated, with as many times the micro-batches of the same size, and must fit.
+    """
+    plan, samples = best.plan, _LARGER * problem.samples
+    if len(plan.stages) == 1 or plan.order or best.bubble < _LARGE_BUBBLE or not problem.training:
+        return ""
+    judged = Judge(replace(problem, samples=samples)).judge(replace(plan, microbatches=_LARGER * plan.microbatches))
+    gain = _LARGER * best.step_s / judged.step_s - 1
+    if judged.overflow(problem.cluster) > 0 or gain < _LARGE_GAIN:
+        return ""
+    return (
+        f"Predicted: with samples={samples} in {_microbatches(judged)} the bubble shrinks to "
+        f"{format_share(judged.bubble)}, and training is {format_share(gain, 0)} faster per sample."
+    )

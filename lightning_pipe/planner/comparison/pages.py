@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+
+from rich.table import Table
 
 from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.report import Comparison, Curve, comparison_table, plan_table, sentences
-from lightning_pipe.report.explain import alternatives_table
+from lightning_pipe.report import Comparison, Curve, sentences
+from lightning_pipe.report.comparison_table import comparison_grid
+from lightning_pipe.report.explain import alternatives_grid
+from lightning_pipe.report.identity import identity
 from lightning_pipe.report.page import JudgedPlan, Page, Stack, thinned
+from lightning_pipe.report.table import WIDTH, plan_grid, text_of
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve
 from lightning_pipe.units import counted_noun, format_bytes, numbers_text
 
 _MOST_POINTS = 12_000  # of all memory curves of a page
 _MOST_CANDIDATES = 300
+_MOST_CUTS = 2  # that the name of a layout lists
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
 
 
@@ -49,15 +59,22 @@ def page_of(
     """
     is_counted = problem.profile.source == "counted" and measured is not None
     ways = alternatives(problem, best, others)
-    tables = [("The plan", stages_table(best, problem)), ("Instead of it", alternatives_table(ways))]
+    tables = [("Plan", stages_grid(best, problem)), ("Alternatives", alternatives_grid(ways))]
     if comparison is not None:
-        tables.append(("Predicted and measured", comparison_table(comparison)))
+        tables.append(("Predicted and measured", comparison_grid(comparison)))
     if problem.cluster.overhead_bytes:
-        tables.append(("Memory that no plan may use", _overhead_table(problem.cluster)))
+        tables.append(("Memory that no plan may use", _overhead_grid(problem.cluster)))
     return Page(
         title=_title(best.plan, problem.samples),
+        identity=identity(
+            problem.module,
+            parameters=problem.parameters,
+            parameter_bytes=sum(problem.graph.parameter_bytes.values()),
+            devices=_devices(problem.cluster),
+        ),
         costs=_costs(problem, is_counted=is_counted),
         samples=problem.samples,
+        rates=partial(_rates, problem),
         tables=tuple(tables),
         sentences=tuple(sentences(ways, timeline=best.timeline)),
         predicted=None if is_counted else predicted or best.timeline,
@@ -70,23 +87,41 @@ def page_of(
     )
 
 
-def stages_table(judged: Judged, problem: Problem, **layout: int) -> str:
-    """Return the stages of a plan with their shares of the seconds; `layout`: the width."""
+def stages_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
+    """Return the stages of a plan with their shares of the seconds, as text."""
+    return text_of(stages_grid(judged, problem), width)
+
+
+def stages_grid(judged: Judged, problem: Problem) -> Table:
+    """Return the stages of a plan with their shares of the seconds."""
     largest = max(microbatch_sizes(problem.samples, judged.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     joinable = judged.program.traffic.joinable if planned_join(judged.plan) > 1 else None
-    graph = replace(problem.graph, samples=problem.samples)
-    return plan_table(judged.plan, graph, seconds=seconds, joinable=joinable, **layout)
+    return plan_grid(judged.plan, replace(problem.graph, samples=problem.samples), seconds=seconds, joinable=joinable)
 
 
-def _overhead_table(cluster: Cluster) -> str:
+def _rates(problem: Problem, step_s: float) -> dict[str, str]:
+    """Return tokens per second, and operations with their share of the peak, where they are known."""
+    tokens, flops = tokens_text(problem, step_s), model_flops(problem, step_s)
+    return {
+        **({"tokens per second": tokens} if tokens else {}),
+        **({"model FLOPs": str(flops)} if flops is not None else {}),
+    }
+
+
+def _devices(cluster: Cluster) -> str:
+    kinds = Counter(device.kind for host in cluster.hosts for device in host.devices)
+    devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return f"{devices} on {', '.join(host.name for host in cluster.hosts)}"
+
+
+def _overhead_grid(cluster: Cluster) -> Table:
     """Return what communicators, contexts and libraries take on each rank, and what is left for plans."""
-    rows = (cluster.device(rank) for rank in range(cluster.ranks))
-    return "\n".join(
-        f"rank {rank:<4} {format_bytes(device.overhead_bytes):>10} communicators, contexts and libraries; "
-        f"{format_bytes(device.memory_bytes)} left for plans"
-        for rank, device in enumerate(rows)
-    )
+    table = Table("rank", "communicators, contexts and libraries", "left for plans")
+    for rank in range(cluster.ranks):
+        device = cluster.device(rank)
+        table.add_row(str(rank), format_bytes(device.overhead_bytes), format_bytes(device.memory_bytes))
+    return table
 
 
 def _title(plan: Plan, samples: int) -> str:
@@ -162,9 +197,9 @@ def _candidates(problem: Problem, best: Judged, others: Sequence[Judged]) -> lis
     found: dict[tuple[str, str, int], JudgedPlan] = {}
     for judged in (best, *others):
         plan = judged.plan
-        ranks = plan.replicas_text
-        layout = ", ".join([ranks, *(f"cut before {stage.at}" for stage in plan.stages[1:3])])
-        if len(plan.stages) > 3:
+        starts = [_module(problem.graph, stage.at) for stage in plan.stages[1 : _MOST_CUTS + 1]]
+        layout = ", ".join([plan.layout_text, *(f"cut before {start}" for start in starts)])
+        if len(plan.stages) > _MOST_CUTS + 1:
             layout += ", …"
         candidate = JudgedPlan(
             layout=layout,
@@ -177,3 +212,8 @@ def _candidates(problem: Problem, best: Judged, others: Sequence[Judged]) -> lis
         )
         found.setdefault((layout, plan.schedule, plan.microbatches), candidate)  # the plan comes first, then the best
     return list(found.values())[:_MOST_CANDIDATES]
+
+
+def _module(graph: Graph, at: str) -> str:
+    """Return the module in which a stage begins; the node, if it is in none."""
+    return graph.nodes[graph.position(at)].module or at

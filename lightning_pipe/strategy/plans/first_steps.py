@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
+from lightning_pipe.lightning_names import pl, rank_zero_info, rank_zero_warn
 from lightning_pipe.report import Comparison, comparison_table
 from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.plan_report import findings, write_files
@@ -27,6 +27,7 @@ class FirstSteps:
     Args:
         config: how many are recorded, and what is done with them.
         pipeline: that runs them.
+        module: that is trained.
         control: to the other ranks.
         device: of this rank.
         optimizers: of the trainer.
@@ -43,12 +44,13 @@ class FirstSteps:
         config: DappleConfig,
         *,
         pipeline: Pipeline,
+        module: pl.LightningModule,
         control: ControlPlane,
         device: torch.device,
         optimizers: Sequence[Optimizer],
         may_change: bool,
     ) -> None:
-        self._config, self._pipeline, self._control = config, pipeline, control
+        self._config, self._pipeline, self._module, self._control = config, pipeline, module, control
         self._device, self._optimizers = device, optimizers
         self._second = SecondPlan() if may_change else None
         self.recording: Recording | None = self._begun()
@@ -83,7 +85,7 @@ class FirstSteps:
             self.comparison = self._told = found.comparison
             rank_zero_info(comparison_table(found.comparison, brief=True))
             forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
-        write_files(self._config, planned, recorded, found)
+        write_files(self._config, planned, recorded, found, module=self._module)
         return recorded
 
     def change_plan(self, call: StepRequest, *, loading: Sequence[int], steps: float, change_s: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from lightning_pipe.core.serial import save_json, save_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.errors import ConfigError
-from lightning_pipe.lightning_names import rank_zero_info, rank_zero_warn
+from lightning_pipe.lightning_names import pl, rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.planner.comparison.pages import page_of
 from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Page,
@@ -178,14 +179,28 @@ def main_reasons(planned: Planned) -> list[str]:
     return main_sentences(alternatives(planned.problem, best, others), timeline=best.timeline)
 
 
-def write_files(config: DappleConfig, planned: Planned, recorded: Recorded, found: Findings | None) -> None:
+def write_files(
+    config: DappleConfig, planned: Planned, recorded: Recorded, found: Findings | None, *, module: pl.LightningModule
+) -> None:
     """Write the timeline and the report that are wanted; where that fails, go on training, and warn."""
     if config.trace is not None:
         with _unless_disk_fails("trace", config.trace):
             write_trace(Path(config.trace), recorded, found)
     if config.report is not None:
         with _unless_disk_fails("report", config.report):
-            write_report(Path(config.report), planned, recorded, found)
+            problem = _about(planned.problem, module)
+            write_report(Path(config.report), replace(planned, problem=problem), recorded, found)
+
+
+def _about(problem: Problem, module: pl.LightningModule) -> Problem:
+    """Return the problem with what a report says of the module."""
+    tokens = getattr(module, "tokens_per_sample", 0)
+    return replace(
+        problem,
+        tokens=tokens if isinstance(tokens, int) else 0,
+        module=f"{type(module).__module__}.{type(module).__qualname__}",
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+    )
 
 
 @contextlib.contextmanager

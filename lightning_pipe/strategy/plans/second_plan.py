@@ -73,8 +73,8 @@ class SecondPlan:
             self.is_settled = True
             is_slower = measured_s > first_s
             rank_zero_info(
-                f"The second plan takes {format_seconds(measured_s)} per step, the first took "
-                f"{format_seconds(first_s)}{', and is taken again' * is_slower}."
+                f"Measured: the second plan takes {format_seconds(measured_s)} per step, the first took "
+                f"{format_seconds(first_s)}{', and is used again' * is_slower}."
             )
             return first if is_slower else None
         if abs(comparison.step.ratio - 1) <= OFF:
@@ -82,11 +82,11 @@ class SecondPlan:
         again = _planned_again(planned, comparison)
         if again is None:
             return None
-        said, other = again.verdict(loading=loading, steps=steps, change_s=change_s)
+        sentence, other = again.verdict(loading=loading, steps=steps, change_s=change_s)
         predicted_s = comparison.step.predicted
         rank_zero_info(
-            f"A step takes {format_seconds(measured_s)}, not {format_seconds(predicted_s)} as predicted. Planned again "
-            f"with what was measured, {said}"
+            f"Measured: {format_seconds(measured_s)} per step; predicted: {format_seconds(predicted_s)}. Replanned with "
+            f"the measured times: {sentence}"
         )
         if other is None:
             return None
@@ -114,19 +114,22 @@ class _Again:
         present_s, plan = self.present.step_s, self.present.plan
         better = [one for one in self.found if one.plan != plan and one.step_s < (1 - GAIN) * present_s]
         if not better:
-            return "the plan stays the best.", None
+            return "the plan is still the best.", None
         possible = [one for one in better if {*one.plan.layout.stages[0]} <= {*loading}]
         best = (possible or better)[0]
         gain_s = present_s - best.step_s
         share = format_share(gain_s / present_s, 0)
         if not possible:
             return (
-                f"{_options(best.plan)} would take {share} less. It is not taken now, as its first stage is on ranks "
-                "that load no batches; start with these options instead."
+                f"{_options(best.plan)} is predicted to take {share} less, but cannot be taken now: its first stage is "
+                "on ranks that load no batches. Start with these options instead."
             ), None
         if steps * gain_s < _WORTH * change_s:
-            return f"another plan would take {share} less: too little for the steps that are left.", None
-        return f"another plan would take {share} less, and is taken from now on (replan=false keeps the first).", best
+            return f"another plan is predicted to take {share} less, too little for the remaining steps.", None
+        return (
+            f"another plan is predicted to take {share} less, and is used from now on (replan=false keeps the first).",
+            best,
+        )
 
 
 def _planned_again(planned: Planned, comparison: Comparison) -> _Again | None:
