@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import SequenceMatcher
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from lightning_pipe.errors import ConfigError
@@ -134,9 +134,13 @@ def closest(found: str, known: Iterable[str], *, close: float = _CLOSE) -> str |
         known: the names that there are.
         close: least likeness, as of `difflib.get_close_matches`.
     """
-    likeness = {name: SequenceMatcher(None, name, found).ratio() for name in known}
-    meant = max(likeness, key=lambda name: (likeness[name], len(commonprefix((name, found)))), default=None)
-    return meant if meant is not None and likeness[meant] >= close else None
+
+    def likeness(name: str) -> tuple[float, int]:
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(name, found, strict=False))
+        return SequenceMatcher(None, name, found).ratio(), len(list(alike))
+
+    meant = max(known, key=likeness, default=None)
+    return meant if meant is not None and likeness(meant)[0] >= close else None
 
 
 def expected_names(found: str, known: Iterable[str], *, words: str = "one of", close: float = _CLOSE) -> str:

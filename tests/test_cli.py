@@ -280,7 +280,7 @@ def test_simulating_a_plan_says_of_it_what_planning_said(run):
 def test_a_given_plan_that_exceeds_memory_is_shown_with_how_much_is_missing(run):
     run("plan", *ON_TWO)
     told = run("simulate", *CHAIN, "cluster=small.yaml", "plan=plan.yaml")
-    assert "The plan does not fit: the fullest rank needs" in told and "3 MiB     no" in told
+    assert "Predicted: the plan does not fit; the fullest rank needs" in told and "3 MiB     no" in told
 
 
 @pytest.mark.parametrize(("limit", "is_full"), [(1.02, True), (1.0, True), (1.1, False)])
@@ -306,14 +306,14 @@ def test_no_plan_within_memory_is_an_error_that_says_what_would_help(refused, he
 def test_a_given_plan_is_explained_against_what_auto_would_do(run):
     run("plan", *ON_TWO, "microbatches=1")
     told = run("explain", *CHAIN, "ranks=2", "plan=plan.yaml")
-    assert "one device" in told and "data parallel (DDP)" in told and "runner-up" in told
+    assert "one device" in told and "data parallel (DDP)" in told and "the best other plan (" in told
 
 
 def test_a_report_is_one_page_with_the_figures_of_the_plan(run, refused, here):
     run("plan", *ON_TWO)
     told = run("report", *CHAIN, "ranks=2", "plan=plan.yaml", "out=page.html")
     page = (here / "page.html").read_text()
-    seconds = re.search(r": ([\d.]+ m?s) per step", told)
+    seconds = re.search(r": predicted ([\d.]+ m?s) per step", told)
     assert seconds is not None and f"<b>{seconds[1]}</b>" in page
     assert "this plan" in page and "</html>" in page
     assert "cannot write the report" in refused("report", *ON_TWO, "out=no/such/folder/page.html")
@@ -421,7 +421,7 @@ def test_costs_can_be_measured_on_this_machine(run, compiled, monkeypatch):
 def test_the_runtime_is_part_of_plans_made_without_ranks_and_said(run):
     def step(*words: str) -> float:
         told = run("plan", *ON_TWO, "microbatches=2", "layout=1-1", "out=null", *words)
-        assert ("The runtime is taken to add" in told) == ("runtime=0" not in words)
+        assert ("measured with two gloo ranks" in told) == ("runtime=0" not in words)
         return float(re.search(r"step (?:time )?([\d.]+) ms", told)[1])
 
     assert step("runtime=0") < step() < step("runtime=4")
@@ -478,10 +478,10 @@ def test_the_deepest_model_of_a_family_is_shown(run):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("modle=nets:Net",), "unknown option 'modle'.*did you mean 'model'"),
+        (("modle=nets:Net",), "unknown option 'modle'; did you mean 'model'. Expected one of"),
         (("hydra.run.dir=x",), "unknown option 'hydra'"),
         (("samples",), r"found 'samples'; expected key=value"),
-        (("samples=many",), "found 'samples=many'.*could not be converted to Integer"),
+        (("samples=many",), "found 'samples=many'; expected a whole number, such as samples=8"),
         (("samples=0", *CHAIN[:1], "ranks=2"), "found samples=0; expected at least 1"),
         (("speed=0", *CHAIN, "ranks=2"), "found speed=0; expected more than 0"),
         (("warmup=2,1",), "a text with commas is quoted twice"),
@@ -518,7 +518,7 @@ def test_mistakes_are_refused_with_one_text(words, text, refused):
 @pytest.mark.parametrize(
     ("command", "words", "text"),
     [
-        ("compare", ("planners=[auto,spq]",), "'spq' in planners.*did you mean 'spp'"),
+        ("compare", ("planners=[auto,spq]",), "'spq' in planners; did you mean 'spp'. Expected some of"),
         ("compare", ("planners=[]",), "expected some of auto"),
         ("compare", ("planner=auto",), "unknown option 'planner'"),
         ("simulate", (), "found no plan="),
@@ -589,7 +589,7 @@ def test_python_compares_planners_and_refuses_what_the_command_refuses(here):
     found = lightning_pipe.compare("nets:Loaded", ranks=2, planners=["uniform", "dapple"])
     assert [planned.plan.microbatches > 0 for planned in found.values()] == [True, True]
     for options, words in [
-        ({"rank": 2}, "unknown option 'rank'.*did you mean 'ranks'"),
+        ({"rank": 2}, "unknown option 'rank'; did you mean 'ranks'"),
         ({"ranks": "two"}, "found ranks='two'"),
         ({"ranks": 2, "planner": "dappel"}, "did you mean 'dapple'"),
         ({}, "neither cluster= nor ranks="),

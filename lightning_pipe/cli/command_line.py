@@ -29,7 +29,7 @@ from lightning_pipe.cli.options import (
 from lightning_pipe.cli.schedules import SchedulesOptions, run_schedules
 from lightning_pipe.core.serial import Dataclass
 from lightning_pipe.errors import PipeError
-from lightning_pipe.report.table import WIDTH, text_of
+from lightning_pipe.report.table import WIDE, text_of
 
 NAME = "lightning-pipe"
 _REFUSED = 2  # exit status, as that of argparse
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _REFUSED
     found = command_parser().parse_args(words)
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    width = console.width if console.is_terminal else WIDE
     try:
         for text in _texts(found, width):
             console.print(text, end="\n\n")
@@ -133,4 +133,4 @@ def _table(kind: type[Dataclass]) -> str:
         table.add_column(heading, overflow="fold")
     for row in meanings(kind):
         table.add_row(*map(escape, row))
-    return text_of(table, WIDTH).replace("%", "%%")
+    return text_of(table, WIDE).replace("%", "%%")

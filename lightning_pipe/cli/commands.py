@@ -29,7 +29,7 @@ from lightning_pipe.planner.evaluation.resolve import check_weights
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose
 from lightning_pipe.report import chrome_trace, explain, html_page, plot_memory, plot_timeline
-from lightning_pipe.report.table import wrapped
+from lightning_pipe.report.table import WIDTH, wrapped
 from lightning_pipe.strategy.plans.planning import check_samples
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -46,6 +46,7 @@ class _Planned:
 
 def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
     """Make a plan, write it, and yield its tables and why it was chosen."""
+    width = min(width, WIDTH)
     planned = _planned(options, options.planner)
     yield from _tables(planned.best, planned.problem, width)
     yield _reasons(planned, width)
@@ -69,6 +70,7 @@ def run_compare(options: CompareOptions, width: int) -> Iterator[str]:
 
 def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
     """Judge a given plan, and yield its tables."""
+    width = min(width, WIDTH)
     problem = problem_of(options)
     judged = _given(str(options.plan), problem)
     yield from _tables(judged, problem, width)
@@ -81,6 +83,7 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
 
 def run_explain(options: ExplainOptions, width: int) -> Iterator[str]:
     """Plan, or judge a given plan, and yield what speaks for and against it."""
+    width = min(width, WIDTH)
     planned = _explained(options)
     yield stages_table(planned.best, planned.problem, width=width)
     yield _reasons(planned, width)

@@ -68,8 +68,8 @@ def run_max_batch(options: MaxBatchOptions, width: int) -> Iterator[str]:
         )
     yield _table(found, problem, options, width)
     yield (
-        f"Devices have {' to '.join(format_bytes(size) for size in dict.fromkeys((memory[0], memory[-1])))}. Predicted by "
-        f"simulation; costs are {problem.profile.source}. What each policy does: docs/memory.md."
+        f"Devices have {' to '.join(format_bytes(size) for size in dict.fromkeys((memory[0], memory[-1])))}. "
+        f"Predicted by simulation; costs are {problem.profile.source}. What each policy does: docs/memory.md."
     )
 
 

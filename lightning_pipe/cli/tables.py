@@ -76,7 +76,7 @@ class Attempt:
 _HEADINGS = ("bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")
 
 
-def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int = WIDTH) -> str:
+def attempts_table(attempts: Sequence[Attempt], samples: int, *, width: int) -> str:
     """Return the plans of planners side by side, against that of `auto`, or the fastest without one of `auto`."""
     found = {attempt.planner: attempt.found for attempt in attempts if isinstance(attempt.found, Judged)}
     base = found.get("auto") or min(found.values(), key=lambda judged: judged.step_s, default=None)

@@ -11,16 +11,15 @@ from rich import box
 from rich.table import Table
 
 from lightning_pipe.report.comparison import KINDS, Comparison, Figure, MemoryFigures, RankFigures, StageFigures
-from lightning_pipe.report.table import text_of
+from lightning_pipe.report.table import WIDE, text_of
 from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
-_WIDTH = 140  # characters
 NOTICEABLE = 0.01  # of a step: ratios of shorter times say nothing
 THRESHOLD = 0.25  # share by which a step may differ from its prediction before it is worth a sentence
 
 
 def comparison_table(
-    comparison: Comparison, *, threshold: float = THRESHOLD, width: int = _WIDTH, brief: bool = False
+    comparison: Comparison, *, threshold: float = THRESHOLD, width: int = WIDE, brief: bool = False
 ) -> str:
     """Return the table of `comparison_grid` as text, with step and bubble, and a verdict below.
 

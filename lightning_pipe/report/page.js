@@ -185,7 +185,7 @@ function alternatives() {
   place.append(make("h2", {}, "Try other plans"), make("p", { class: "note" }, `Choose a layout, a schedule and a number of micro-batches among the ${all.length} plans that were simulated. All figures are predicted.`));
   const select = (label, values) => { const box = make("select", { "aria-label": label }); for (const value of values) box.append(make("option", { value }, value)); return box; };
   const unique = (name, among) => [...new Set(among.map(one => one[name]))];
-  const other = all[1], layout = select("layout", unique("layout", all)), schedule = select("schedule", []), slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "micro-batches" });
+  const other = all.find(one => one.step !== all[0].step) ?? all[1], layout = select("layout", unique("layout", all)), schedule = select("schedule", []), slider = make("input", { type: "range", min: "0", step: "1", "aria-label": "micro-batches" });
   const count = make("span"), out = make("table"), tools = make("div", { class: "tools" }, ...[["layout", layout], ["schedule", schedule], ["micro-batches", slider, count]].map(parts => make("label", {}, ...parts.flatMap(part => [part, " "]))));
   layout.value = other.layout;
   place.append(tools, make("div", { class: "table" }, out));
@@ -198,7 +198,7 @@ function alternatives() {
     slider.disabled = row.length < 2;
     const now = row[Number(slider.value)];
     count.textContent = String(now.microbatches);
-    const line = (name, one) => make("tr", {}, make("th", {}, name), ...[one.step, one.ratio, one.idle, one.peak, one.fits ? "yes" : "no"].map(text => make("td", {}, text)));
+    const line = (name, one) => make("tr", {}, make("th", { class: "text" }, name), ...[one.step, one.ratio, one.idle, one.peak, one.fits ? "yes" : "no"].map(text => make("td", {}, text)));
     out.replaceChildren(make("tr", {}, ...["", "step", "of this plan's", "bubble", "peak per device", "fits"].map(text => make("th", {}, text))), line("this plan", all[0]), line("selected", now));
   }
   layout.onchange = () => show("layout"); schedule.onchange = () => show("schedule"); slider.oninput = () => show("");

@@ -188,7 +188,9 @@ def _utilization(page: Page) -> Table:
     runs = [
         (word, run) for word, run in (("measured", page.measured), ("predicted", page.predicted)) if run is not None
     ]
-    table = Table("rank", *(f"{what}, {word}" for what in ("computing", "bubble") for word, _ in runs))
+    table = Table("rank")
+    for heading in (f"{share}, {word}" for share in ("computing", "bubble") for word, _ in runs):
+        table.add_column(heading, justify="right")
     for rank in sorted({rank for _, run in runs for rank in run.ranks}):
         computing = (format_share(run.busy(rank) / (step_seconds(run) or math.inf)) for _, run in runs)
         table.add_row(

@@ -20,6 +20,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.units import counted_noun, format_bytes, format_seconds, format_share, numbers_text
 
 WIDTH = 100  # characters; long names are cut to fit
+WIDE = 140  # of tables with many columns
 _NOTHING = 0.001  # of the cost of a graph
 
 
@@ -55,13 +56,13 @@ def plan_grid(
     table = Table(box=box.SIMPLE, title=_headline(plan, graph), title_justify="left")
     for heading in ("stage", "ranks", "modules"):
         table.add_column(heading, overflow="ellipsis" if heading != "modules" else "fold", no_wrap=heading != "modules")
-    for heading in ("parameters", "cost", "samples per replica"):
-        table.add_column(heading, justify="right")
+    for heading in ("parameters", "cost", "samples\nper replica"):
+        table.add_column(heading, justify="right", no_wrap=True)
     drops = any(stage.recompute or stage.offload for stage in plan.stages)
     if drops:
-        table.add_column("not kept")
+        table.add_column("not kept", no_wrap=True)
     if joinable is not None:
-        table.add_column("W")
+        table.add_column("W", no_wrap=True)
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         nodes = graph.nodes[start:stop]
         table.add_row(
@@ -190,8 +191,11 @@ def wrapped(sentence: str, width: int) -> str:
 
 def html_of(table: Table) -> str:
     """Return a table as HTML, its title as a caption; cells may have several lines."""
-    headings = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    kinds = ["" if column.justify == "right" else " class='text'" for column in table.columns]
+    headings = (f"<th{kind}>{escape(str(c.header))}</th>" for kind, c in zip(kinds, table.columns, strict=True))
     rows = zip(*(column.cells for column in table.columns), strict=True)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    lines = ("".join(f"<td{k}>{escape(str(cell))}</td>" for k, cell in zip(kinds, row, strict=True)) for row in rows)
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
     caption = f"<caption>{escape(str(table.title))}</caption>" if table.title else ""
-    return f"<div class='table'><table>{caption}<thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>"
+    head = f"<thead><tr>{''.join(headings)}</tr></thead>"
+    return f"<div class='table'><table>{caption}{head}<tbody>{body}</tbody></table></div>"

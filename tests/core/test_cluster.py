@@ -109,7 +109,7 @@ def test_what_nobody_needs_may_be_left_out() -> None:
         ("latency: 7 us, ", "", "hosts[0].swap.latency: missing"),
         ("5 us", "-5 us", "hosts[0].inside.latency: found '-5 us'; expected a time such as '3.2 ms'"),
         ("latency: 5 us, ", "", "hosts[0].inside.latency: missing"),
-        ("kind: V100", "knd: V100", "devices[0].knd: unknown key; expected kind, memory, count, speed, rates; did"),
+        ("kind: V100", "knd: V100", "devices[0].knd: unknown key; did you mean 'kind'? Expected one of kind"),
         ("name: server", "name: 3", "hosts[0].name: expected a text, found 3"),
         ("  network: {latency: 30 us, bandwidth: 25 Gbit/s}\n", "", "hosts[0].network: found no link; expected one"),
         ("  inside: {latency: 5 us, bandwidth: 40 GB/s}\n", "", "hosts[0].inside: found no link; expected one"),

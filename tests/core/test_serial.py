@@ -119,7 +119,7 @@ def test_keys_with_defaults_may_be_left_out():
         ("stages: [{at: '', ranks: [0, true]}]", "stages[0].ranks[1]: expected an integer, found True"),
         (
             "stages: [{at: '', rank: [0]}]",
-            "stages[0].rank: unknown key; expected at, ranks, share, weights, recompute, offload, beside_copy; did you",
+            "stages[0].rank: unknown key; did you mean 'ranks'? Expected one of at, ranks, share, weights, recompute",
         ),
         ("stages: [{at: '', ranks: [0], share: half}]", "share: expected 'samples' or 'microbatches', found 'half'"),
         ("stages: [3]", "stages[0]: expected a mapping with the keys of StagePlan, found 3"),

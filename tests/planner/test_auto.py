@@ -104,7 +104,7 @@ def test_layouts_that_cannot_be_are_refused():
         propose(asked, "auto")
     with pytest.raises(ConfigError, match="planner='dapple' decides the layout"):
         propose(asked, "dapple")
-    with pytest.raises(ConfigError, match=r"no planner 'dappel'.*did you mean 'dapple'"):
+    with pytest.raises(ConfigError, match=r"found planner='dappel'; did you mean 'dapple'"):
         propose(asked, "dappel")
 
 

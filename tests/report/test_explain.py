@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from lightning_pipe.report.account import accounts
-from lightning_pipe.report.explain import Alternative, explain
+from lightning_pipe.report.explain import Alternative, explain, sentences, time_sentences
 from report.runs import Shaped, run_of
 
 GIB = 2**30
@@ -24,57 +25,63 @@ def told(*others: Alternative, plan: Alternative = PLAN) -> str:
     return explain([plan, *others], timeline=RUN)
 
 
-@pytest.mark.parametrize(
-    ("other", "sentence"),
-    [
-        (
-            ONE,
-            "1.60 times as fast as one device, on 2 (80% of the ideal). 2 devices are not 2 times as fast: ranks are "
-            "idle for 20% of their span",
-        ),
-        (
-            replace(ONE, step_s=2.6),
-            "2.60 times as fast as one device, on 2 (130% of the ideal). That is more than they can share out: smaller "
-            "parts are faster, or other work disturbed measurements.",
-        ),
-        (replace(ONE, fits=False), "One device is too small: it would need 5 GiB."),
-        (
-            replace(ONE, step_s=0.8),
-            "One device is enough, and predicted to take 0.80 times the time of this plan: use devices=1.",
-        ),
-        (DDP, "Data parallel training is predicted to take 1.30 times the time; it sends 1 GiB per step instead of 10"),
-        (replace(DDP, fits=False), "Data parallel training does not fit: every device would need 6 GiB."),
-        (
-            replace(DDP, step_s=0.7),
-            "Data parallel training fits, and is predicted to take 0.70 times the time: a pipeline is the wrong choice "
-            "here. Use strategy='ddp', or leave out layout and schedule: then it is chosen, if the step allows it.",
-        ),
-        (OTHER, "Another plan (gpipe, 8 micro-batches) would take 1.05 times the time."),
-        (replace(OTHER, fits=False), "would take 1.05 times the time, but does not fit."),
-        (
-            MORE,
-            "With more micro-batches (8 instead of 4) the bubble would be 10% instead of 20%, and the step take "
-            "0.95 times the time.",
-        ),
-        (FEWER, "With fewer micro-batches (2 instead of 4) the bubble would be 33% instead of 20%"),
-        (replace(MORE, fits=False), "0.95 times the time; that does not fit."),
-    ],
-)
+VARIANTS = [
+    (ONE, "Predicted speed-up on 2 devices: 1.60x (80% of linear); the bubble is 20%"),
+    (replace(ONE, step_s=2.6), "Predicted speed-up on 2 devices: 2.60x (130% of linear); more than linear"),
+    (replace(ONE, fits=False), "one device would need 5 GiB, which does not fit"),
+    (replace(ONE, step_s=0.8), "one device fits and takes 0.80x the time of this plan: use devices=1"),
+    (DDP, "data parallel training takes 1.30x the time and sends 1 GiB per step instead of 10 MiB"),
+    (replace(DDP, fits=False), "data parallel training does not fit; every device would need 6 GiB"),
+    (
+        replace(DDP, step_s=0.7),
+        "data parallel training fits and takes 0.70x the time. Leave out layout, schedule and plan",
+    ),
+    (OTHER, "the best other plan (gpipe, 8 micro-batches) takes 1.05x the time."),
+    (replace(OTHER, fits=False), "takes 1.05x the time, but does not fit."),
+    (MORE, "8 micro-batches instead of 4 take 0.95x the time, with a bubble of 10% instead of 20%"),
+    (FEWER, "2 micro-batches instead of 4 take 1.20x the time, with a bubble of 33% instead of 20%"),
+    (replace(MORE, fits=False), "with a bubble of 10% instead of 20%, which does not fit"),
+]
+
+
+@pytest.mark.parametrize(("other", "sentence"), VARIANTS)
 def test_every_alternative_is_weighed(other, sentence):
-    assert sentence in told(other)
+    assert any(sentence in line for line in sentences([PLAN, other], timeline=RUN))
+
+
+@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, stages=1), replace(PLAN, fits=False, bubble=0.0)])
+def test_every_sentence_with_a_number_says_that_it_is_predicted(plan):
+    """A report shows them beside measured figures, with which they were mixed."""
+    uneven = run_of(((0,), (1,)), Shaped(factors={(1, kind): 3.0 for kind in "FIW"}))
+    for other, _ in VARIANTS:
+        for sentence in sentences([plan, other], timeline=uneven):
+            assert sentence.startswith("Predicted") or not re.search(r"\d", sentence), sentence
+    assert all(sentence.startswith("Measured") for sentence in time_sentences(uneven, "Measured"))
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_no_line_is_wider_than_asked_for(width):
+    lines = explain([PLAN, ONE, DDP, OTHER, MORE], timeline=RUN, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def test_nobody_is_sent_to_another_strategy():
+    """Without layout= this one trains data parallel itself."""
+    for other, _ in VARIANTS:
+        assert "strategy=" not in told(other)
 
 
 @pytest.mark.parametrize("ratio", [0.9, 0.95, 1.0, 1.08, 1.14])
 def test_what_predictions_cannot_tell_apart_is_about_as_fast(ratio):
     """Two starts of one script predicted 0.95 and 1.08, and the first called a pipeline the wrong choice."""
     data_parallel, one_device = told(replace(DDP, step_s=ratio)), told(replace(ONE, step_s=ratio))
-    assert "about as fast" in data_parallel and "wrong choice" not in data_parallel
+    assert "about as fast" in data_parallel and "Leave out" not in data_parallel
     assert "about as fast" in one_device and "consider devices=1" in one_device
 
 
 def test_memory_is_told_with_its_range():
-    assert "It needs 2 GiB to 3 GiB per device." in told()
-    assert "It needs 3 GiB per device, which does not fit." in told(
+    assert "Predicted memory: 2 GiB to 3 GiB per device." in told()
+    assert "Predicted memory: 3 GiB per device, which does not fit." in told(
         plan=replace(PLAN, peak_bytes=(3 * GIB, 3 * GIB), fits=False)
     )
 
@@ -90,14 +97,15 @@ def test_losses_are_shares_of_the_time_of_all_ranks():
         )
     )
     computing = sum(sum(account.computes.values()) for account in found) / total
-    assert f"The ranks spend {computing:.0%} computing, " in text
-    assert "waiting for messages on their way" in text and "overhead" not in text
+    assert f"Predicted: ranks spend {computing:.0%} computing, " in text
+    assert "waiting for messages" in text and "overhead" not in text
 
 
 def test_the_slowest_stage_is_named_if_the_cut_is_uneven():
-    assert "sets the pace" not in told()
+    assert "bottleneck" not in told()
     uneven = run_of(((0,), (1,)), Shaped(factors={(1, kind): 3.0 for kind in "FIW"}))
-    assert "Rank 1 (stage 1) sets the pace: it computes 36 s, 1.50 times the mean." in explain([PLAN], timeline=uneven)
+    text = " ".join(explain([PLAN], timeline=uneven).split())
+    assert "Predicted bottleneck: rank 1 (stage 1) computes 36 s per step, 1.50x the average." in text
 
 
 def test_the_table_has_a_line_per_alternative():

@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import pytest
 from matplotlib.image import imread
+from rich.table import Table
 
 from lightning_pipe.core.program import Layout
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report import compare, html_page, mean_bubble, plot_stacks, step_seconds
+from lightning_pipe.report.identity import identity
 from lightning_pipe.report.page import MOST_EVENTS, STACK, JudgedPlan, Page, Stack, thinned
 from lightning_pipe.report.stack_plot import COLOURS as STACK_COLOURS
 from lightning_pipe.units import format_bytes, format_seconds, format_share
@@ -26,16 +28,22 @@ PREDICTED = run_of(STAGES, Shaped(1.0, 1.3, 0.7, latency=0.4, reduction=0.5, ste
 MEASURED = [as_recorded(run_of(STAGES, Shaped(f, 1.3, 0.7, latency=0.4, step=0.5))) for f in (1.5, 1.2, 1.9)]
 KINDS = dict.fromkeys(STACK, (10 * 2**20, 20 * 2**20))
 MEMORY = Stack("0-2", (0.0, 5.0), KINDS, 2**28, measured_saved=((7.0, 2**20), (9.0, 2**21)), measured_peak=2**27)
+TABLE = Table("a heading & more", title="of <it>")
+TABLE.add_row("a cell\nin two lines")
+ABOUT = (("Module", "nets.Net"), ("Command", "train.py <x>"))
 PAGE = Page(
     title="two <stages>",
+    identity=ABOUT,
     costs="Costs are measured.",
     samples=24,
-    tables=(("The plan", "a table & more"),),
+    rates=lambda step_s: {"tokens per second": f"{24 * 7 / (step_s or 1):.4g}"},
+    tables=(("Plan", TABLE),),
     sentences=("It is fast. </script><b>",),
     predicted=PREDICTED,
     memory=(MEMORY,),
     candidates=(
         JudgedPlan("2-1", "1f1b", 4, 1.0, 0.1, 2**30, True),
+        JudgedPlan("2-1", "gpipe", 4, 1.0, 0.1, 2**30, True),
         JudgedPlan("2-1", "1f1b", 8, 1.5, 0.05, 2**31, False),
     ),
     plan="stages: []",
@@ -55,12 +63,41 @@ def test_figures_are_those_of_the_comparison_and_of_the_drawn_step():
     text = html_page(replace(PAGE, measured=MEASURED[comparison.typical]))
     assert f"<b>{format_seconds(comparison.step.measured)}</b>" in text
     assert f"predicted {format_seconds(comparison.step.predicted)}" in text
+    assert f"<b>{24 * 7 / comparison.step.measured:.4g}</b>" in text, "tokens per second, where they are known"
     assert f"<b>{format_share(comparison.bubble.measured)}</b>" in text
     drawn, predicted = data_of(text)["runs"]
     assert drawn["seconds"] == comparison.step.measured and format_seconds(drawn["seconds"]) in drawn["heading"]
     assert predicted["seconds"] == step_seconds(PREDICTED)
     assert f"bubble {format_share(mean_bubble(PREDICTED))} of" in predicted["heading"]
     assert f"predicted peak {format_bytes(MEMORY.peak)}" in data_of(text)["memory"][0]["heading"]
+
+
+@pytest.mark.parametrize("page", [PAGE, replace(PAGE, measured=None, comparison=None)])
+def test_every_figure_says_whether_it_is_measured_or_predicted(page):
+    """A card of 78 % computing was predicted, the one beside it measured."""
+    text = html_page(replace(page, sentences=("Predicted: 1.",)))
+    cards = re.findall(r'<div class="card"><b>.*?</b><span>(.*?)</span><i>(.*?)</i>', text)
+    assert cards and all(re.search("measured|predicted", name) for name, _ in cards)
+    assert all(not note or re.match(r"predicted|rank \d|no limit", note) for _, note in cards)
+    summary = re.search("<h2>Summary</h2><ul>(.*?)</ul>", text)
+    assert summary is not None
+    assert all(line.startswith(("Measured", "Predicted")) for line in re.findall("<li>(.*?)</li>", summary[1]))
+
+
+def test_a_page_is_told_from_others_by_what_stands_at_its_head():
+    text = html_page(PAGE)
+    assert "<dt>Module</dt><dd>nets.Net</dd>" in text and "train.py &lt;x&gt;" in text
+    found = dict(identity("nets.Net", parameters=1234, parameter_bytes=2**20, devices="2 x A100 on a, b"))
+    assert found["Parameters"] == "1,234 (1 MiB)" and "A100" in found["Devices"]
+    assert "torch 2" in found["Versions"] and "Python 3" in found["Versions"]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC on .", found["Written"]) and found["Command"]
+
+
+def test_tables_are_tables_of_html():
+    text = html_page(PAGE)
+    assert "<th class='text'>a heading &amp; more</th>" in text and "<caption>of &lt;it&gt;</caption>" in text
+    assert "<td class='text'>a cell\nin two lines</td>" in text
+    assert text.count("<pre>") == 1, "the plan as a file"
 
 
 def test_bars_have_the_seconds_of_the_computes():
@@ -109,7 +146,9 @@ def test_a_browser_draws_the_page_without_an_error(page, tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert ":CONSOLE" not in found.stderr, found.stderr
     assert "<canvas" in found.stdout and ("<svg" in found.stdout) == bool(page.memory)
-    assert ("<th>of this plan's" in found.stdout) == (len(page.candidates) > 1)
+    rows = re.findall(r'<tr><th class="text">(this plan|selected)</th><td>(.*?)</td>', found.stdout)
+    assert [name for name, _ in rows] == (["this plan", "selected"] if len(page.candidates) > 1 else [])
+    assert len({step for _, step in rows}) == len(rows), "another plan is selected, so that the table is seen to change"
 
 
 def test_memory_is_drawn_by_kind(tmp_path):

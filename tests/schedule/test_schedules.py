@@ -118,9 +118,13 @@ def test_star_depths_group_stages_and_links_that_fit_into_a_period(loads, links,
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        ("1f1", {}, "no schedule '1f1'; schedules: gpipe, 1f1b.*; did you mean '1f1b'"),
-        ("gpipe", {"warmup": 1}, "no option 'warmup'; its options: none"),
-        ("1f1b", {"warm_up": 1}, r"no option 'warm_up'; its options: warmup \(default 'pa'\); did you mean 'warmup'"),
+        ("1f1", {}, "found schedule='1f1'; did you mean '1f1b'. Expected one of gpipe, 1f1b"),
+        ("gpipe", {"warmup": 1}, "no option 'warmup'; it has none"),
+        (
+            "1f1b",
+            {"warm_up": 1},
+            r"no option 'warm_up'; did you mean 'warmup'. Expected one of warmup \(defaults: warmup=pa\)",
+        ),
         ("1f1b", {"warmup": "much"}, "found warmup 'much'; expected \"pa\""),
         ("1f1b", {"warmup": "3,2"}, "has 2 depths; the layout has 4 stages"),
         ("1f1b", {"warmup": [4, 3, 2, 1]}, r"found warmup \[4, 3, 2, 1\]; expected"),

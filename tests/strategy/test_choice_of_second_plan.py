@@ -79,7 +79,7 @@ def test_a_plan_that_is_wrong_and_still_the_best_stays():
     planned, comparison = data_parallel(sums=SLOW)
     fixed = replace(planned, wanted=DappleConfig(planner="uniform", layout="2", microbatches=planned.plan.microbatches))
     other, said = chosen(fixed, comparison)
-    assert other is None and "the plan stays the best" in said
+    assert other is None and "the plan is still the best" in said
 
 
 def test_what_is_not_explained_changes_nothing():

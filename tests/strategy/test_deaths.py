@@ -213,7 +213,7 @@ def fit_terminated() -> str:
 def test_sigterm_to_one_rank_stops_all_before_the_next_batch():
     other, terminated = World(2).run(fit_terminated, deadline_s=SOON)
     assert terminated.startswith("SIGTERMException") and "SIGTERMException" in other, (other, terminated)
-    assert "Rank 1 was told to end (SIGTERM): all ranks stop, after " in terminated, terminated
+    assert "Rank 1 received SIGTERM; all ranks stop after " in terminated, terminated
 
 
 def held_after(fits: int) -> list[tuple[int, int]]:

@@ -92,9 +92,13 @@ def _data_parallel(problem: Problem) -> Iterator[Alternative]:
 
 
 def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:
-    """Yield the best candidate with another layout or schedule; the same ones cut elsewhere are no other idea."""
+    """Yield the best candidate with another layout or schedule; the same ones cut elsewhere are no other idea.
+
+    Nor is a schedule that gives the same order under another name.
+    """
+    same = best.step_s, best.peak_bytes
     for other in others:
-        if _idea(other) != _idea(best):
+        if _idea(other) != _idea(best) and (other.step_s, other.peak_bytes) != same:
             name = f"{other.plan.schedule}, {other.plan.layout_text}, {_microbatches(other)}"
             yield _alternative(name, "runner-up", other, problem.cluster)
             return

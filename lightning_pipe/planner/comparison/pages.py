@@ -27,7 +27,7 @@ from lightning_pipe.report.page import JudgedPlan, Page, Stack, thinned
 from lightning_pipe.report.table import WIDTH, plan_grid, text_of
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve
-from lightning_pipe.units import counted_noun, format_bytes, numbers_text
+from lightning_pipe.units import counted_noun, format_bytes, format_share, numbers_text
 
 _MOST_POINTS = 12_000  # of all memory curves of a page
 _MOST_CANDIDATES = 300
@@ -103,10 +103,12 @@ def stages_grid(judged: Judged, problem: Problem) -> Table:
 def _rates(problem: Problem, step_s: float) -> dict[str, str]:
     """Return tokens per second, and operations with their share of the peak, where they are known."""
     tokens, flops = tokens_text(problem, step_s), model_flops(problem, step_s)
-    return {
-        **({"tokens per second": tokens} if tokens else {}),
-        **({"model FLOPs": str(flops)} if flops is not None else {}),
-    }
+    rates = {"tokens per second": tokens} if tokens else {}
+    if flops is not None:
+        rates["TFLOP/s per device"] = f"{flops.per_device / 1e12:.3g}"
+        if flops.utilization is not None:
+            rates["MFU"] = format_share(flops.utilization, 0)
+    return rates
 
 
 def _devices(cluster: Cluster) -> str:
@@ -117,7 +119,9 @@ def _devices(cluster: Cluster) -> str:
 
 def _overhead_grid(cluster: Cluster) -> Table:
     """Return what communicators, contexts and libraries take on each rank, and what is left for plans."""
-    table = Table("rank", "communicators, contexts and libraries", "left for plans")
+    table = Table("rank")
+    for heading in ("communicators, contexts and libraries", "left for plans"):
+        table.add_column(heading, justify="right")
     for rank in range(cluster.ranks):
         device = cluster.device(rank)
         table.add_row(str(rank), format_bytes(device.overhead_bytes), format_bytes(device.memory_bytes))

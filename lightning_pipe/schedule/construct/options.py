@@ -17,9 +17,9 @@ def read_options(options: Options, *, schedule: str, defaults: Mapping[str, int 
     """
     for name in options:
         if name not in defaults:
-            known = ", ".join(f"{key}={value}" for key, value in defaults.items()) or "none"
-            expected = expected_names(name, defaults)
-            raise ConfigError(f"schedule {schedule!r} has no option {name!r}; {expected} (defaults: {known})")
+            known = ", ".join(f"{key}={value}" for key, value in defaults.items())
+            expected = f"{expected_names(name, defaults)} (defaults: {known})" if defaults else "it has none"
+            raise ConfigError(f"schedule {schedule!r} has no option {name!r}; {expected}")
     return {**defaults, **options}
 
 

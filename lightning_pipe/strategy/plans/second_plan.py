@@ -85,8 +85,8 @@ class SecondPlan:
         sentence, other = again.verdict(loading=loading, steps=steps, change_s=change_s)
         predicted_s = comparison.step.predicted
         rank_zero_info(
-            f"Measured: {format_seconds(measured_s)} per step; predicted: {format_seconds(predicted_s)}. Replanned with "
-            f"the measured times: {sentence}"
+            f"Measured: {format_seconds(measured_s)} per step; predicted: {format_seconds(predicted_s)}. "
+            f"Replanned with the measured times: {sentence}"
         )
         if other is None:
             return None
