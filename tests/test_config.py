@@ -78,7 +78,7 @@ def test_depths_are_those_of_all_stages(value):
     [
         ({"microbatchs": 4}, "unknown option 'microbatchs'; 'microbatchs': did you mean 'microbatches'"),
         ({"num_stages": 4, "timeout": 3}, "options 'num_stages', 'timeout'; 'num_stages': set layout.*deadline_s"),
-        ({"micro": 4, "a": 3, "find_unused_parameters": 1}, "'find_unused_parameters': remove it.*expected some of plan"),
+        ({"micro": 4, "a": 3, "find_unused_parameters": 1}, "'find_unused_parameters': remove it.*expected some of"),
         ({"find_unused_parameters": True}, "remove it: gradients are reduced"),
         ({"pipeline_model_parallel_size": 2}, "set layout"),
         ({"schedule": "InterleavedZeroBubble"}, "is schedule='zb_h1' with stages_per_device=2"),
