@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,14 @@ from lightning_pipe.cli.command_line import COMMANDS
 from lightning_pipe.cli.options import PlanOptions, meanings, read_options
 from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.config import conf_dir
-from lightning_pipe.core.cluster_file import find_cluster
+from lightning_pipe.core.cluster_file import cluster_from_text, cluster_to_text, find_cluster, preset_names
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import ConfigError
+from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.planner.problem import Problem, nominal_cluster
-from lightning_pipe.planner.registry import PLANNER_NAMES
+from lightning_pipe.planner.registry import PLANNER_NAMES, propose
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.profiles.published import load_published
 from lightning_pipe.units import format_bytes, format_seconds
@@ -427,6 +430,19 @@ def test_the_runtime_is_part_of_plans_made_without_ranks_and_said(run):
     assert step("runtime=0") < step() < step("runtime=4")
 
 
+def test_plans_for_gpus_have_the_overheads_that_their_cluster_states(run, here):
+    """Plans for A100s had what was measured with gloo on CPUs."""
+    for name in preset_names(conf_dir() / "cluster"):
+        cluster = find_cluster(name, presets=conf_dir() / "cluster")
+        assert cluster.runtime is not None and cluster_from_text(cluster_to_text(cluster)) == cluster, name
+    words = ("plan", *CHAIN, "planner=uniform", "out=null")
+    assert "10 us per compute and 20 us per message, assumed for A100-80GB" in run(*words, "cluster=a100_8")
+    assert "5 us per compute and 10 us per message" in run(*words, "cluster=a100_8", "runtime=0.5")
+    assert "190 us per compute" in run(*words, "cluster=small.yaml", "memory_limit=3MiB", "samples=4")
+    (here / "mixed.yaml").write_text(SMALL.replace("3 MiB}", "1 GiB, runtime: {compute: 3 us, message: 4 us}}"))
+    assert "3 us per compute and 4 us per message, assumed for tiny" in run(*words, "cluster=mixed.yaml")
+
+
 def test_counted_costs_on_devices_with_rates_need_no_speed(run):
     told = run("explain", "model=nets:Loaded", "cluster=a100_8", "planner=uniform", "samples=64", "microbatches=1")
     assert "Costs are counted (device: A100-80GB)" in told and "set speed=" not in told
@@ -446,6 +462,46 @@ def test_state_of_the_optimizer_counts_as_memory(here):
 
     parameters = 4 * (8 * 8 + 8) * torch.float32.itemsize
     assert peak(2) - peak(0) == 2 * parameters
+
+
+def test_the_best_other_plan_is_another_idea(run):
+    """It was the same plan, cut elsewhere."""
+    options = read_options(PlanOptions, [*CHAIN, "cluster=rtx4090_4"])
+    problem = problem_of(options)
+    best, *others = propose(problem, "auto")
+    ways = {one.kind: one for one in alternatives(problem, best, others)}
+    assert f"{best.plan.schedule}, {best.plan.layout_text}, " not in ways["runner-up"].name
+
+
+def test_a_larger_batch_is_named_with_what_its_simulation_gives(run):
+    words = (*CHAIN, "cluster=rtx4090_4", "planner=uniform", "layout=1-1-1-1", "microbatches=4", "out=null")
+    found = re.search(
+        r"with samples=64 in 16 micro-batches the bubble shrinks to ([\d.]+)%, and training is (\d+)%\s+faster",
+        run("plan", *words),
+    )
+    assert found is not None
+    one, large = (
+        propose(problem_of(read_options(PlanOptions, [*words, *more])), "uniform")[0]
+        for more in ((), ("samples=64", "microbatches=16"))
+    )
+    assert float(found[1]) == pytest.approx(100 * large.bubble, abs=0.1)
+    assert int(found[2]) == pytest.approx(100 * (4 * one.step_s / large.step_s - 1), abs=1)
+    assert "faster per sample" not in run("plan", *words, "samples=400", "microbatches=100")
+
+
+def test_tables_of_plans_are_at_most_100_columns_wide(run):
+    told = run("plan", *CHAIN, "cluster=a100_4x8_ethernet_100g", "samples=64", "planner=uniform", "out=null")
+    assert max(map(len, told.splitlines())) <= 100
+
+
+def test_a_report_names_layouts_by_modules(run, here):
+    run("report", "model=nets:Loaded", "ranks=2", "samples=32", "out=page.html")
+    text = (here / "page.html").read_text()
+    (data,) = re.findall(r'type="application/json">(.*?)</script>', text)
+    layouts = [one["layout"] for one in json.loads(data)["candidates"]]
+    cuts = [cut for layout in layouts for cut in re.findall(r"cut before ([^,]+)", layout)]
+    assert cuts and all(cut.startswith("layers") for cut in cuts)
+    assert "<dd>nets.Loaded</dd>" in text and "288 (1.12 KiB)" in text
 
 
 # --- capacity
@@ -481,6 +537,10 @@ def test_the_deepest_model_of_a_family_is_shown(run):
         (("modle=nets:Net",), "unknown option 'modle'; did you mean 'model'. Expected one of"),
         (("hydra.run.dir=x",), "unknown option 'hydra'"),
         (("samples",), r"found 'samples'; expected key=value"),
+        (("--model", "gpt-125m"), "found --model; options have no dashes: write model=gpt-125m"),
+        (("--batch-dim=1",), "found --batch-dim=1; options have no dashes: write batch_dim=1"),
+        (("model=gpt-13c", "ranks=2"), "did you mean 'gpt-13b'"),
+        ((*CHAIN, "ranks=2", "memory_limit=16"), "plan: found memory_limit='16'; expected [^;:]*such as [^;]*$"),
         (("samples=many",), "found 'samples=many'; expected a whole number, such as samples=8"),
         (("samples=0", *CHAIN[:1], "ranks=2"), "found samples=0; expected at least 1"),
         (("speed=0", *CHAIN, "ranks=2"), "found speed=0; expected more than 0"),
@@ -583,6 +643,26 @@ def test_python_plans_what_the_command_plans(run):
         assert value is before[name][0] and torch.equal(value, before[name][1])
     named.report("planned.html")
     assert "<html" in Path("planned.html").read_text() and "micro-batch" in str(named) and named.reasons
+
+
+@pytest.mark.slow
+def test_a_large_model_on_a_large_cluster_is_planned_within_a_minute_of_one_core(run):
+    """From Python as by the command, and the same."""
+    words = {"cluster": "a100_4x8_ethernet_100g", "samples": 64, "precision": "bf16-mixed"}
+    began = time.process_time()
+    planned = lightning_pipe.plan("gpt-13b", **words)
+    assert time.process_time() - began < 60
+    run("plan", "model=gpt-13b", *(f"{name}={value}" for name, value in words.items()))
+    assert load_yaml(Plan, "plan.yaml") == replace(planned.plan, graph="")
+
+
+def test_nothing_to_consolidate_is_said_without_importing_torch(here):
+    code = (
+        "import sys\nfrom lightning_pipe.cli import main\nassert main(['consolidate', 'nofile', 'x']) == 2\n"
+        "assert not {'torch', 'lightning'} & set(sys.modules), 'imported'"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0 and "found nothing at nofile" in found.stderr, found.stderr
 
 
 def test_python_compares_planners_and_refuses_what_the_command_refuses(here):

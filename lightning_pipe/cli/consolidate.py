@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from glob import escape
 from pathlib import Path
 
 from lightning_pipe.errors import ConfigError
@@ -20,6 +21,9 @@ def run_consolidate(found: Namespace) -> Iterator[str]:
     Raises:
         CheckpointError, ConfigError: as `consolidate` and `write_safetensors` do.
     """
+    directory = Path(found.directory)
+    if not any(directory.parent.glob(f"{escape(directory.name)}*")):  # an interrupted save has another ending
+        raise ConfigError(f"found nothing at {directory}; expected a checkpoint: a directory, or a file for safetensors")
     import torch
 
     from lightning_pipe.strategy.checkpoints.consolidate import consolidate  # which needs torch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.foreign_names import expected_names
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
@@ -68,7 +69,8 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
             f"layout={'-'.join(map(str, wished))!r} asks for {sum(wished)} ranks, the trainer has "
             f"{problem.cluster.ranks}. Change `layout` or `devices` (times `num_nodes`)."
         )
-    found = _proposed(problem, planner)
+    with without_collection():  # plans have no cycles, and are many objects
+        found = _proposed(problem, planner)
     check_fits(problem, found)
     return found
 

@@ -21,6 +21,7 @@ from lightning_pipe.units import counted_noun, format_bytes, format_seconds, for
 
 WIDTH = 100  # characters; long names are cut to fit
 WIDE = 140  # of tables with many columns
+_LONG = 8  # numbers of a list of which only the ends are written
 _NOTHING = 0.001  # of the cost of a graph
 
 
@@ -95,12 +96,18 @@ def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 
 def _headline(plan: Plan, graph: Graph) -> str:
-    options = "".join(f", {name} {value}" for name, value in plan.options.items())
+    options = "".join(f", {name} {_shortened(str(value))}" for name, value in plan.options.items())
     batch = f"{graph.samples} samples in {counted_noun(plan.microbatches, 'micro-batch')}"
     if len(plan.stages) == 1:
         ranks = len(plan.stages[0].ranks)
         return f"data parallel on {ranks} ranks: {batch}" if ranks > 1 else f"one device: {batch}"
     return f"{plan.schedule}{options}: {batch}"
+
+
+def _shortened(numbers: str) -> str:
+    """Return a long list of numbers by its ends."""
+    parts = numbers.split(",")
+    return ",".join([*parts[:2], "…", *parts[-2:]]) if len(parts) > _LONG else numbers
 
 
 def _cuts(plan: Plan, graph: Graph) -> list[int]:

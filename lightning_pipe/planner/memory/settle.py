@@ -36,9 +36,18 @@ def settle(problem: Problem, outlines: Iterable[Candidate], *, judge: Judge) -> 
     return sorted(judged, key=lambda found: max(0, found.overflow(problem.cluster)))
 
 
-def fitted(problem: Problem, outline: Candidate, *, judge: Judge) -> Judged:
-    """Judge an outline, or what fits into memory of it; if nothing does, what exceeds memory least."""
+def fitted(problem: Problem, outline: Candidate, *, judge: Judge, best_s: float = math.inf) -> Judged:
+    """Judge an outline, or what fits into memory of it; if nothing does, what exceeds memory least.
+
+    Args:
+        problem: memory of the devices.
+        outline: what is judged.
+        judge: of the same problem.
+        best_s: seconds of a plan that fits. An outline that takes longer cannot win: to need less memory takes time.
+    """
     tried = [judge.judge(outline.plan(problem))]
+    if tried[0].step_s > best_s:
+        return tried[0]
     if (
         tried[0].overflow(problem.cluster) > 0
         and problem.constraints.warmup is None
@@ -61,7 +70,8 @@ def squeezed(problem: Problem, judged: Sequence[Judged], *, judge: Judge) -> lis
         return []
     shared = []
     if problem.constraints.shard_optimizer == "auto":
-        plans = [replace(one.plan, shard_optimizer=True) for one in judged if judge.shares_state(one)]
+        full = [one for one in judged if one.overflow(problem.cluster) > 0 and judge.shares_state(one)]
+        plans = [replace(one.plan, shard_optimizer=True) for one in full]
         shared = [judge.judge(plan) for plan in plans]
     if not problem.constraints.memory_policies:
         return shared

@@ -195,7 +195,7 @@ class _Search:
         excess, seconds = self._values[ranked[0]]
         for outline in choices:
             if self._values[outline] <= (excess, seconds * (1 + _error(outline))):
-                found[outline] = fitted(self._problem, outline, judge=judge)
+                found[outline] = fitted(self._problem, outline, judge=judge, best_s=self._best_s(found))
         sieve, is_short = Sieve(self._problem, judge.pricer), self._is_short(ranked[0])
         if is_short:
             self._climb(ranked, found, judge)
@@ -223,7 +223,9 @@ class _Search:
         for ring in near.sweep(ranked[:_SWEPT]):
             excess, seconds = min(map(self._rank, found.values()))
             for outline in near.better(ring, (excess, seconds * (1 + _CLOSE)))[:1]:
-                found[outline] = found.get(outline) or fitted(self._problem, outline, judge=judge)
+                found[outline] = found.get(outline) or fitted(
+                    self._problem, outline, judge=judge, best_s=self._best_s(found)
+                )
                 near.left -= _instructions(outline)
         starts: dict[tuple[int, ...], Candidate] = {}
         for outline in sorted(found, key=lambda outline: self._rank(found[outline])):
@@ -251,7 +253,7 @@ class _Search:
         """Return an outline of a ring that is better, if one is."""
         for outline in near.better(ring, self._rank(found[here])):
             if outline not in found:
-                found[outline] = fitted(self._problem, outline, judge=judge)
+                found[outline] = fitted(self._problem, outline, judge=judge, best_s=self._best_s(found))
                 near.left -= _instructions(outline)
             if self._rank(found[outline]) < self._rank(found[here]):
                 return outline
@@ -275,7 +277,7 @@ class _Search:
                 worse += 1
                 continue
             budget.spend(outline)
-            found[outline] = fitted(self._problem, outline, judge=judge)
+            found[outline] = fitted(self._problem, outline, judge=judge, best_s=self._best_s(found))
             best, worse = min(best, self._rank(found[outline])), 0
 
     def _may_be_best(self, outline: Candidate, best: Value) -> bool:
@@ -303,7 +305,7 @@ class _Search:
                     budget.bounded(outline)
                     continue
                 budget.spend(outline)
-                found[outline] = fitted(self._problem, outline, judge=judge)
+                found[outline] = fitted(self._problem, outline, judge=judge, best_s=self._best_s(found))
                 if self._rank(found[outline]) < self._rank(found[best]):
                     best, is_moving = outline, True
                     break
@@ -339,6 +341,11 @@ class _Search:
             balanced = self._balanced(layout, near=outline.microbatches)
             if balanced is not None:
                 yield balanced
+
+    def _best_s(self, found: Mapping[Candidate, Judged]) -> float:
+        """Return the seconds of the best plan so far that fits; infinite if none does."""
+        excess, seconds = min(map(self._rank, found.values()), default=(0.0, math.inf))
+        return math.inf if excess > 0 else seconds
 
     def _rank(self, judged: Judged) -> Value:
         return judged.rank(self._problem.cluster)
