@@ -118,12 +118,7 @@ class StepOptions:
         return Constraints()
 
 
-PRECISIONS = (
-    "32-true",
-    "16-true",
-    "bf16-true",
-    "bf16-mixed",
-)  # those of the Trainer that the strategy runs, but for 64
+PRECISIONS = ("32-true", "16-true", "bf16-true", "bf16-mixed")  # the Trainer's that the strategy runs, except 64
 _OF_MODELS = ("model_args", "batch", "precision", "batch_dim", "costs", "compile", "cache")
 _OF_PROFILES = ("profile_samples", "profile_layers", "saved_bytes_per_sample")
 _LEAST = {
@@ -371,19 +366,19 @@ def unknown_option(name: str, known: Mapping[str, Any]) -> ConfigError:
     return ConfigError(f"found the unknown option {name!r}; {expected_names(name, known)}")
 
 
-_WORDS = (  # of types; an integer is a number, too
-    (int, "a whole number, such as {0}=8"),
-    (float, "a number, such as {0}=0.5"),
-    (bool, "true or false"),
-    (str, "a text"),
-)
+_WORDS = {
+    int: "a whole number, such as {0}=8",
+    float: "a number, such as {0}=0.5",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 def _expected(kind: type[Dataclass], key: str) -> str:
     """Return in words what an option takes."""
     of = get_type_hints(kind)[key.partition(".")[0]]
     words = next(
-        (words for plain, words in _WORDS if of in (plain, plain | None)), "a list {0}=[a,b], or pairs {{a: 1}}"
+        (words for plain, words in _WORDS.items() if of in (plain, plain | None)), "a list {0}=[a,b], or pairs {{a: 1}}"
     )
     return f"expected {words.format(key)}"
 

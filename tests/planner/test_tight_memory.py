@@ -13,8 +13,10 @@ from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.cost.activations import candidates
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.resolve import places_of
+from lightning_pipe.planner.memory.settle import fitted
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
+from lightning_pipe.planner.systems.uniform import uniform
 from lightning_pipe.profiles.published import load_published
 
 MICROBATCHES, LINK = 4, Link(5e-6, 25e9)
@@ -70,3 +72,22 @@ def everything(problem: Problem) -> Iterator[Judged]:
             parts = zip(stages, given_up, strict=True)
             recomputing = tuple(replace(stage, recompute=places) for stage, places in parts)
             yield judge.judge(Plan(recomputing, MICROBATCHES, "1f1b", {"warmup": f"{depth},1"}))
+
+
+def test_an_outline_that_is_slower_than_a_plan_that_fits_is_judged_once(tmp_path):
+    """Every outline that does not fit was judged again with less warm-up and other policies, though it could not win."""
+    layers, memory = CHAINS["a stage that fits has to help"]
+    roomy, tight = (problem_of(layers, limit, tmp_path / "chain-pbs-4.txt") for limit in (1 << 40, memory // 2))
+    outline, times = uniform(roomy)[0], list[float]()
+
+    class Counting(Judge):
+        def judge(self, *arguments, **options) -> Judged:
+            judged = super().judge(*arguments, **options)
+            times.append(judged.step_s)
+            return judged
+
+    fitted(tight, outline, judge=Counting(tight))
+    tries, alone_s = len(times), times[0]
+    assert tries > 1 and min(times) >= alone_s * 0.999, "to need less memory takes time"
+    fitted(tight, outline, judge=Counting(tight), best_s=0.9 * alone_s)
+    assert len(times) == tries + 1
