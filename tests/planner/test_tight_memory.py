@@ -75,7 +75,7 @@ def everything(problem: Problem) -> Iterator[Judged]:
 
 
 def test_an_outline_that_is_slower_than_a_plan_that_fits_is_judged_once(tmp_path):
-    """Every outline that does not fit was judged again with less warm-up and other policies, though it could not win."""
+    """Outlines that did not fit were judged again with less warm-up and other policies, though they could not win."""
     layers, memory = CHAINS["a stage that fits has to help"]
     roomy, tight = (problem_of(layers, limit, tmp_path / "chain-pbs-4.txt") for limit in (1 << 40, memory // 2))
     outline, times = uniform(roomy)[0], list[float]()
