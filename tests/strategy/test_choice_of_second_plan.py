@@ -57,7 +57,7 @@ def test_a_better_plan_is_taken_and_that_is_said():
     planned, comparison = data_parallel(sums=SLOW)
     assert comparison.step.ratio > 1 + OFF
     other, said = chosen(planned, comparison)
-    assert other is not None and "is taken from now on" in said
+    assert other is not None and "is used from now on" in said
     truth = other.problem
     assert judge(other.plan, truth).step_s < (1 - GAIN) * judge(planned.plan, truth).step_s
     assert judge(planned.plan, truth).step_s == pytest.approx(comparison.step.measured, rel=0.02)
@@ -66,8 +66,8 @@ def test_a_better_plan_is_taken_and_that_is_said():
 @pytest.mark.parametrize(
     ("told", "word"),
     [
-        ({"steps": 1.0, "change_s": 1e6}, "too little for the steps that are left"),
-        ({"loading": ()}, "start with these options instead"),
+        ({"steps": 1.0, "change_s": 1e6}, "too little for the remaining steps"),
+        ({"loading": ()}, "Start with these options instead"),
     ],
 )
 def test_a_better_plan_that_does_not_pay_or_has_no_data_is_told(told, word):
