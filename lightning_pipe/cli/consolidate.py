@@ -23,13 +23,13 @@ def run_consolidate(found: Namespace) -> Iterator[str]:
     """
     directory = Path(found.directory)
     if not any(directory.parent.glob(f"{escape(directory.name)}*")):  # an interrupted save has another ending
-        raise ConfigError(f"found nothing at {directory}; expected a checkpoint: a directory, or a file for safetensors")
+        raise ConfigError(f"found nothing at {directory}; expected a checkpoint (a file for safetensors)")
     import torch
 
     from lightning_pipe.strategy.checkpoints.consolidate import consolidate  # which needs torch
     from lightning_pipe.strategy.checkpoints.safetensors_files import write_safetensors
 
-    source, out, started = Path(found.directory), Path(found.out), time.perf_counter()
+    source, out, started = directory, Path(found.out), time.perf_counter()
     if found.format == "safetensors":
         dtype = getattr(torch, found.dtype) if found.dtype else None
         most = parse_bytes(found.max_shard_size)
