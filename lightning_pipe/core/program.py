@@ -380,6 +380,38 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Seam:
+    """Where a round of an asynchronous pipeline meets the rounds before and after it: forwards in flight, by stage.
+
+    A round runs all backwards of one batch, and forwards of the batches behind it. Micro-batches are numbered from the
+    first that the round differentiates; the next round calls `m` what this one calls `m + batch`.
+
+    Attributes:
+        batch: micro-batches of the round's batch.
+        enters: forwards of each stage that ran in earlier rounds: those of micro-batches 0, 1, ...
+        leaves: forwards of each stage that run beyond the batch.
+        work: codes of the own work that chooses which weights computes read (`core.versions`); () if all read the
+            weights of the moment.
+    """
+
+    batch: int
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+    work: tuple[str, ...] = ()
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether nothing is in flight when the round begins."""
+        return not any(self.enters)
+
+    def runs(self, stage: int, kind: ComputeKind, microbatch: int) -> bool:
+        """Return whether a compute belongs to this round."""
+        if kind == "F":
+            return self.enters[stage] <= microbatch < self.batch + self.leaves[stage]
+        return microbatch < self.batch
+
+
+@dataclass(frozen=True)
 class Program:
     """Instructions of every rank for one optimizer step (or one forward-only batch).
 
@@ -391,6 +423,7 @@ class Program:
         training: whether backward computes belong to it (a forward-only program has none).
         synchronise: whether gradients are reduced and the optimizer steps (False while gradients are accumulated
             over several batches).
+        seam: how it joins the rounds before and after it; None for a pipeline that is flushed after every batch.
     """
 
     ranks: tuple[tuple[Instruction, ...], ...]
@@ -399,6 +432,16 @@ class Program:
     traffic: Traffic
     training: bool = True
     synchronise: bool = True
+    seam: Seam | None = None
+
+    @property
+    def batch(self) -> int:
+        """Return the number of micro-batches whose backwards the program runs (or forwards, without training)."""
+        return len(self.sizes) if self.seam is None else self.seam.batch
+
+    def runs(self, stage: int, kind: ComputeKind, microbatch: int) -> bool:
+        """Return whether a compute belongs to the program, if its rank has samples of the micro-batch."""
+        return self.seam is None or self.seam.runs(stage, kind, microbatch)
 
 
 Launches: TypeAlias = Literal["on host", "late", "early"]

@@ -1,4 +1,4 @@
-"""Owners: which rank keeps the optimizer state of a parameter that several ranks hold.
+"""Pieces in which gradients are summed, and owners: which rank keeps the optimizer state of a shared parameter.
 
 After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), stage 1,
 "P_os". There every parameter is cut into equal flat parts; here whole parameters are dealt out, so that any optimizer
@@ -14,11 +14,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+PIECE_BYTES = 25 * 2**20
+"""Bytes of a piece in which gradients are summed, as DistributedDataParallel's default bucket."""
+
 GATHERED = 25 * 2**20
 """Bytes of a flat piece in which owners tell what they stepped; a larger parameter is a piece of its own."""
 
 UNDER_WAY = 2
 """Pieces that are there at once."""
+
+
+def pieces(sizes: Sequence[int], *, most_bytes: int = PIECE_BYTES) -> list[range]:
+    """Cut a row of sizes into runs of at most so many bytes; what is larger is a run of its own."""
+    runs: list[range] = []
+    start = run_bytes = 0
+    for i, size in enumerate(sizes):
+        if i > start and run_bytes + size > most_bytes:
+            runs.append(range(start, i))
+            start, run_bytes = i, 0
+        run_bytes += size
+    return [*runs, range(start, len(sizes))] if sizes else []
 
 
 def owners(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:

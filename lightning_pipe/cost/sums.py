@@ -1,4 +1,4 @@
-"""When the gradients of a stage are made along its last W, in the pieces in which they are summed (`core.pieces`).
+"""When the gradients of a stage are made along its last W, in the pieces in which they are summed (`core.sharding`).
 
 The pieces are runs of parameters in the order in which W makes the last term of each gradient, as the runtime forms
 them. What I has made before, and what is recomputed in W, is there in the order of its operations, too.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_pipe.core.pieces import pieces
+from lightning_pipe.core.sharding import pieces
 from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.cost.tables import Numbers
 

@@ -10,6 +10,9 @@ traffic); it is stated here only. Lowering places instructions by it and `verify
     B(s, m) | as I; counts as I followed by W           | as I                        | as I
     joined  | as W(s, m) of each of its micro-batches   |                             |
 
+In a round (`Seam`) this holds for the computes of the round: what computes of earlier rounds made is there. A message
+is sent and received in the round that makes it, whichever round takes it.
+
 A replica needs exactly the samples that it computes, so an edge between stages with unequal replicas is one message per
 overlapping pair (producer replica, consumer replica). Where both are the same rank there is no message: the producing
 compute must come earlier on that rank, and what it hands over belongs to the consumer from then on.
@@ -25,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from lightning_pipe.core.effects import OWN_WORK, OwnWork
 from lightning_pipe.core.program import (
     AnyCompute,
     Bucket,
@@ -37,6 +41,7 @@ from lightning_pipe.core.program import (
     Program,
     Recv,
     Samples,
+    Seam,
     Send,
     Traffic,
 )
@@ -65,8 +70,8 @@ class ComputeNeeds:
 class Dataflow:
     """Dependencies of the computes under one layout, sizes and traffic."""
 
-    def __init__(self, layout: Layout, *, sizes: tuple[int, ...], traffic: Traffic) -> None:
-        self._layout = layout
+    def __init__(self, layout: Layout, *, sizes: tuple[int, ...], traffic: Traffic, seam: Seam | None = None) -> None:
+        self._layout, self._seam = layout, seam
         self._sizes = sizes
         self._loads = frozenset(traffic.loads)
         self._replica = {(s, r): i for s, ranks in enumerate(layout.stages) for i, r in enumerate(ranks)}
@@ -81,7 +86,7 @@ class Dataflow:
     @classmethod
     def of(cls, program: Program) -> Dataflow:
         """Return the dependencies that hold in a program."""
-        return cls(program.layout, sizes=program.sizes, traffic=program.traffic)
+        return cls(program.layout, sizes=program.sizes, traffic=program.traffic, seam=program.seam)
 
     def samples(self, stage: int, *, rank: int, microbatch: int) -> Samples:
         """Return the samples of a micro-batch that a rank computes in a stage; none if it does not hold the stage."""
@@ -101,7 +106,8 @@ class Dataflow:
             case "F":
                 return self._with_inputs("F", compute, rank, loads=self.loads(compute))
             case "I" | "B":
-                return self._with_inputs("B", compute, rank, computes=(Compute(stage, "F", microbatch),))
+                forward = Compute(stage, "F", microbatch)
+                return self._with_inputs("B", compute, rank, computes=(forward,) if self._runs(forward) else ())
             case "W":
                 return ComputeNeeds((), (Compute(stage, "I", microbatch),), ())
 
@@ -121,6 +127,8 @@ class Dataflow:
     ) -> ComputeNeeds:
         stage, microbatch, receives = compute.stage, compute.microbatch, []
         for source in self._sources.get((direction, stage), ()):
+            if not self._runs(Compute(source, PRODUCER[direction], microbatch)):
+                continue  # it arrived in an earlier round
             _, incoming = self._exchange(source, stage, microbatch)
             for sender, samples in incoming.get(rank, ()):
                 if sender == rank:
@@ -128,6 +136,21 @@ class Dataflow:
                 else:
                     receives.append(Recv(Message(direction, source, stage, microbatch, samples), sender))
         return ComputeNeeds(loads, computes, tuple(receives))
+
+    def _runs(self, compute: Compute) -> bool:
+        """Return whether a compute belongs to this round."""
+        return self._seam is None or self._seam.runs(compute.stage, compute.kind, compute.microbatch)
+
+    def awaited_later(self, *, rank: int) -> tuple[Recv, ...]:
+        """Return the receives of this round whose messages a later round takes."""
+        if self._seam is None:
+            return ()
+        return tuple(
+            receive
+            for stage, ranks in enumerate(self._layout.stages)
+            for m in range(self._seam.batch + self._seam.leaves[stage], len(self._sizes) if rank in ranks else 0)
+            for receive in self.needs(Compute(stage, "F", m), rank=rank).receives
+        )
 
     def gives(self, compute: Compute, *, rank: int) -> tuple[Send, ...]:
         """Return the sends that carry what a compute makes to the ranks that need it."""
@@ -182,6 +205,21 @@ def halves(compute: AnyCompute) -> Iterator[Compute]:
     """Yield the computes that one counts as: B is I, then W; a joined one that of each micro-batch."""
     kinds = HALVES if compute.kind == "B" else (compute.kind,)
     yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
+
+
+def version_work(program: Program, compute: Compute) -> tuple[OwnWork, ...]:
+    """Return the own work that chooses which weights a compute of a round reads, where its seam asks for any.
+
+    Of PIN and PINOLDER one stands before a forward: PINOLDER where the batch of its micro-batch began in the round
+    before, so that all forwards of a batch read one version (PipeDream-2BW).
+    """
+    seam = program.seam
+    if seam is None:
+        return ()
+    codes = [code for code in seam.work if compute.kind in OWN_WORK[code].effects.before]
+    if "PINOLDER" in codes:
+        codes.remove("PINOLDER" if seam.is_first or compute.microbatch >= seam.batch else "PIN")
+    return tuple(OWN_WORK[code](compute.stage, compute.microbatch) for code in codes)
 
 
 def holders(bucket: Bucket, *, layout: Layout) -> frozenset[int]:

@@ -9,16 +9,19 @@ schedules then take as long as one device computes (Qi et al. 2023, section 4).
 
 Where the program has a `Confirm` before its first backward, a rank waits there until all ranks have ended the step
 before. The first micro-batch has gone through all stages by then, so most ranks wait for nothing.
+
+Rounds of a pipeline that is never flushed (`core.program.Seam`) follow each other in the same way. There a message may
+be taken in a later round than it arrives in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_pipe.core.prices import Prices
-from lightning_pipe.core.program import AnyCompute, Step, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Recv, Step, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
-from lightning_pipe.simulator.simulate import simulate
+from lightning_pipe.simulator.simulate import Use, simulate
 
 _ROUNDS = 8  # steps after which they are even enough
 _EVEN = 1e-9  # relative difference between steps that are even
@@ -32,11 +35,38 @@ def steps_ahead(program: VerifiedProgram, prices: Prices, steps: int) -> Iterato
         prices: what it costs.
         steps: how many.
     """
-    begins: Sequence[float] = (0.0,) * len(program.ranks)
-    for _ in range(steps):
-        timeline = simulate(program, prices, begins=begins)
+    yield from rounds_ahead([program] * steps, prices)
+
+
+def rounds_ahead(rounds: Iterable[VerifiedProgram], prices: Prices) -> Iterator[Timeline]:
+    """Yield the timelines of programs that follow each other, each rank going on as soon as it has stepped.
+
+    Args:
+        rounds: programs that step; of a pipeline that is never flushed, each takes over what the one before left.
+        prices: what they cost.
+    """
+    begins: Sequence[float] | None = None
+    arrived: dict[Use, float] = {}
+    for program in rounds:
+        timeline = simulate(program, prices, begins=begins or (0.0,) * len(program.ranks), arrived=arrived)
         yield timeline
-        begins = ends(timeline)
+        begins, arrived = ends(timeline), _crossing(timeline, program, arrived)
+
+
+def _crossing(timeline: Timeline, program: VerifiedProgram, arrived: dict[Use, float]) -> dict[Use, float]:
+    """Return when the messages arrive that later rounds take, numbered as in the next."""
+    if program.seam is None:
+        return {}
+    moved: dict[Use, float] = {
+        (event.rank, x.message.target, x.message.direction, x.message.microbatch): event.end
+        for event in timeline.events
+        if isinstance(x := event.instruction, Recv)
+    }
+    return {
+        (rank, stage, direction, m - program.batch): end
+        for (rank, stage, direction, m), end in (arrived | moved).items()
+        if direction == "F" and m >= program.batch and not program.runs(stage, "F", m)
+    }
 
 
 def ends(timeline: Timeline) -> tuple[float, ...]:

@@ -18,6 +18,8 @@ without gradients.
 What is sent to several stages counts once, until the last has it. What is sent and saved counts in both places, and so
 does what two stages of one rank keep of what one handed to the other. Events of no length use no memory.
 
+In a round (`core.program.Seam`) what earlier rounds left is there from its beginning, and what it leaves until its end.
+
 Legend: s stage, m micro-batch.
 """
 
@@ -219,7 +221,7 @@ class _Rank:
                     stage, kind, microbatch = instruction.stage, instruction.kind, instruction.microbatches[0]
                     event = self._computes[stage, kind, microbatch]
                     if kind == "F":
-                        yield from self._held(stage, microbatch, event)
+                        yield from self._in_flight(stage, microbatch, event.start)
                     yield self._workspace(instruction, event, is_first=(stage, kind) not in done)
                     while along:
                         yield _Use("buffers", event.start, event.end, self._piece_bytes(along.pop()))
@@ -227,8 +229,8 @@ class _Rank:
                     now = event.end
                 case Recv(message, _):
                     taken = self._find(message.target, _takers(message), message.microbatch)
-                    assert taken is not None, f"a verified program takes what it receives: {message}"
-                    yield _Use("buffers", now, taken.start, self._prices.message_bytes(message))
+                    end = self._last if taken is None else taken.start  # a later round takes it
+                    yield _Use("buffers", now, end, self._prices.message_bytes(message))
                 case Send(message, peer):
                     gone = moved[_move(message, self._rank, peer)]
                     size = self._prices.message_bytes(message)
@@ -254,6 +256,7 @@ class _Rank:
         for values, uses in sent.items():
             yield from self._shared(*values, uses)
         yield from self._handed_over()
+        yield from self._entering(first)
 
     def _piece_bytes(self, bucket: int) -> int:
         return self._prices.piece_bytes(self._program.traffic.buckets[bucket])
@@ -283,18 +286,37 @@ class _Rank:
         begin = now if sign > 0 else self._others[instruction].end
         yield _Use("held", begin, user.end, sign * self._prices.own_work_bytes(instruction, self._rank, samples))
 
-    def _held(self, stage: int, microbatch: int, forward: Event) -> Iterator[_Use]:
-        """Yield what a forward leaves."""
+    def _in_flight(self, stage: int, microbatch: int, begin: float) -> Iterator[_Use]:
+        """Yield what a micro-batch keeps from a time on, until it is freed or the round ends."""
         amounts = self._amounts_of(stage, len(self._samples(stage, microbatch)))
         saved, kept = amounts.saved, amounts.kept
-        end = self._others[Free(stage, microbatch)].start
+        free = self._others.get(Free(stage, microbatch))
+        end = self._last if free is None else free.start
         backward = self._find(stage, _BACKWARD, microbatch)
         change = backward.end if backward is not None else end
-        yield _Use("held", forward.start, end, min(saved, kept))
-        yield _Use("held", forward.start, change, saved - min(saved, kept))
+        yield _Use("held", begin, end, min(saved, kept))
+        yield _Use("held", begin, change, saved - min(saved, kept))
         yield _Use("held", change, end, kept - min(saved, kept))
-        yield _Use("buffers", forward.start, self._last, amounts.results)
-        yield _Use("in_flight", forward.start, end, 1)
+        yield _Use("buffers", begin, self._last, amounts.results)
+        yield _Use("in_flight", begin, end, 1)
+
+    def _entering(self, first: float) -> Iterator[_Use]:
+        """Yield what earlier rounds left: forwards in flight, and messages that nobody has taken yet."""
+        seam = self._program.seam
+        if seam is None:
+            return
+        for stage in self._replica:
+            for microbatch in range(seam.enters[stage]):
+                if self._samples(stage, microbatch):
+                    yield from self._in_flight(stage, microbatch, first)
+            for edge in self._program.traffic.edges:
+                if edge.direction == "F" and edge.target == stage:
+                    for microbatch in range(seam.enters[stage], seam.enters[edge.source]):
+                        message = Message("F", edge.source, stage, microbatch, self._samples(stage, microbatch))
+                        taken = self._find(stage, ("F",), microbatch)
+                        end = self._last if taken is None else taken.start
+                        if message.samples:
+                            yield _Use("buffers", first, end, self._prices.message_bytes(message))
 
     def _amounts_of(self, stage: int, samples: int) -> _Amounts:
         key = (stage, samples)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
@@ -69,6 +69,7 @@ def simulate(
     *,
     begins: Sequence[float] | None = None,
     cards: Cards | None = None,
+    arrived: Mapping[Use, float] | None = None,
 ) -> Timeline:
     """Return the time of every instruction of a program.
 
@@ -79,8 +80,10 @@ def simulate(
         prices: what it costs.
         begins: when each rank begins, where ranks run ahead (`simulator.ahead`); else all begin and step together.
         cards: what messages of different edges share; None if nothing.
+        arrived: when messages of earlier rounds arrive that this one takes (`simulator.ahead`).
     """
     run = _Run(program, prices, begins or (0.0,) * len(program.ranks), cards)
+    run.arrived = arrived or {}
     run.computes_and_messages()
     run.reductions_and_steps(together=begins is None)
     return Timeline(tuple(event for line in run.events for event in sorted(line, key=attrgetter("start"))))
@@ -109,6 +112,7 @@ class _Run:
 
     def __init__(self, program: VerifiedProgram, prices: Prices, begins: Sequence[float], cards: Cards | None) -> None:
         self.events: list[list[Event]] = [[] for _ in program.ranks]
+        self.arrived: Mapping[Use, float] = {}
         self._program = program
         self._prices = prices
         self._clock = [*begins]
@@ -176,6 +180,7 @@ class _Run:
         direction = compute.direction
         works = [(rank, compute.stage, microbatch) for microbatch in compute.microbatches]
         for _, stage, microbatch in works if direction is not None else ():
+            start = max(start, self.arrived.get((rank, stage, direction, microbatch), start))
             for channel, number in self._arrivals.get((rank, stage, direction, microbatch), ()):
                 if len(channel.ends) <= number:
                     channel.waiting = True

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_pipe.core.cluster import NO_SWAP
-from lightning_pipe.core.pieces import PIECE_BYTES
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
+from lightning_pipe.core.sharding import PIECE_BYTES
 from lightning_pipe.cost.comm import AllReduce, ConcurrentFlows, all_reduce_of, card_shares, exchange_of, exchange_pairs
 from lightning_pipe.planner.candidates.candidate import Candidate, falling, never_growing, weights_of
 from lightning_pipe.planner.estimates.stage_costs import StageCostTable

@@ -33,7 +33,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from lightning_pipe.core.cluster import Link, PairLink, Reduction
-from lightning_pipe.core.pieces import PIECE_BYTES
+from lightning_pipe.core.sharding import PIECE_BYTES
 from lightning_pipe.profiler.network.alpha_beta import fit_line, fit_two_lines
 
 EVERY_PAIR_UP_TO = 8  # ranks, or hosts

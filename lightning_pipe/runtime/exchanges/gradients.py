@@ -25,8 +25,8 @@ from itertools import groupby
 import torch
 
 from lightning_pipe.capture.steps.stage_program import Split, StageProgram
-from lightning_pipe.core.pieces import PIECE_BYTES, pieces
 from lightning_pipe.core.program import Layout, Reduce
+from lightning_pipe.core.sharding import PIECE_BYTES, pieces
 from lightning_pipe.runtime.exchanges.groups import bucket_group, stage_group
 from lightning_pipe.runtime.record import Mark, Recorder
 from lightning_pipe.runtime.stage import State, gradients_due

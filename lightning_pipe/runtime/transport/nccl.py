@@ -22,8 +22,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.core.pieces import PIECE_BYTES
 from lightning_pipe.core.program import Launches
+from lightning_pipe.core.sharding import PIECE_BYTES
 from lightning_pipe.runtime.transport.collectives import Collectives, irecv, isend
 from lightning_pipe.runtime.transport.device_works import (
     AbortFlag,

@@ -11,6 +11,8 @@
     joinable 0 1                           only where stages can join W of several micro-batches
     training true
     synchronise true
+    seam 4 | 3 2 1 0 | 3 2 1 0             only rounds of pipelines that are not flushed: batch, enters, leaves
+    versions PIN                           only rounds that choose which weights computes read
     rank 0: 0LOAD0 0F0 0SEND_F0>1@2[0:1] …
 
 `parse` is the inverse of `str(instruction)`, `parse_program` of `format_program`, `parse_order` of `format_order`. An
@@ -42,6 +44,7 @@ from lightning_pipe.core.program import (
     Recv,
     Reduce,
     Samples,
+    Seam,
     Send,
     Step,
     Traffic,
@@ -149,9 +152,15 @@ def format_program(program: Program) -> str:
         *([_line("joinable", map(str, traffic.joinable))] if traffic.joinable else []),
         f"training {str(program.training).lower()}",
         f"synchronise {str(program.synchronise).lower()}",
+        *([] if program.seam is None else _format_seam(program.seam)),
         *(_line(f"rank {rank}:", map(str, line)) for rank, line in enumerate(program.ranks)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _format_seam(seam: Seam) -> list[str]:
+    numbers = (" ".join(map(str, row)) for row in ((seam.batch,), seam.enters, seam.leaves))
+    return [f"seam {' | '.join(numbers)}", *([_line("versions", seam.work)] if seam.work else [])]
 
 
 def _format_stages(stages: Iterable[tuple[int, ...]]) -> str:
@@ -196,6 +205,7 @@ def parse_program(text: str) -> Program:
         ),
         training=_only("training", fields, _flag),
         synchronise=_only("synchronise", fields, _flag),
+        seam=_only("seam", fields, lambda text: _seam(text, fields)) if fields["seam"] else None,
     )
 
 
@@ -211,6 +221,8 @@ _HEADS = (
     "joinable",
     "training",
     "synchronise",
+    "seam",
+    "versions",
     "rank",
 )
 
@@ -267,6 +279,14 @@ def _integers(text: str) -> tuple[int, ...]:
 
 def _stages(text: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(rank) for rank in ranks.split(",")) for ranks in text.split("|"))
+
+
+def _seam(text: str, fields: Mapping[str, list[str]]) -> Seam:
+    rows = [tuple(map(int, row.split())) for row in text.split("|")]
+    if len(rows) != 3 or len(rows[0]) != 1:
+        raise ValueError("expected e.g. `seam 4 | 1 0 | 1 0`: batch, and the forwards of each stage in flight")
+    work = _only("versions", fields, lambda words: tuple(words.split())) if fields["versions"] else ()
+    return Seam(rows[0][0], rows[1], rows[2], work)
 
 
 def _flag(text: str) -> bool:

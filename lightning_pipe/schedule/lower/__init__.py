@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_pipe.core.program import CopyingOrder, Layout, Program, Traffic
+from lightning_pipe.core.program import CopyingOrder, Layout, Program, Seam, Traffic
 from lightning_pipe.schedule.lower.backward import split_backward
 from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.join import join_weight_halves
@@ -20,6 +20,7 @@ from lightning_pipe.schedule.lower.offload import add_swaps
 from lightning_pipe.schedule.lower.samples import drop_empty_computes
 from lightning_pipe.schedule.lower.steps import add_steps
 from lightning_pipe.schedule.lower.transfers import add_receives, add_sends
+from lightning_pipe.schedule.lower.weights import add_versions
 from lightning_pipe.schedule.verification.well_formed import check_frame
 
 __all__ = ["lower"]
@@ -39,6 +40,7 @@ def lower(
     beside: Sequence[int | None] = (),
     confirms: bool = False,
     publishes: bool = False,
+    seam: Seam | None = None,
 ) -> Program:
     """Return the program of an order.
 
@@ -56,11 +58,12 @@ def lower(
         beside: by stage that offloads, the computes beside a copy to the host (`add_swaps`).
         confirms: whether ranks run ahead, and look before their first backward whether the step before was right.
         publishes: whether ranks tell their results as soon as their forwards are done.
+        seam: how a round of an asynchronous pipeline joins the rounds before and after it.
 
     Raises:
         ProgramError: if layout, sizes or traffic make no sense, or the order names an unknown stage or micro-batch.
     """
-    program = Program(order, sizes, layout, traffic, training, synchronise)
+    program = Program(order, sizes, layout, traffic, training, synchronise, seam)
     check_frame(program)
     program = drop_empty_computes(program)
     program = split_backward(program) if split else program
@@ -70,6 +73,7 @@ def lower(
     program = add_receives(program)
     program = add_swaps(program, beside=beside)
     program = add_loads(program)
+    program = add_versions(program)
     program = add_frees(program)
     program = add_steps(program)
     program = add_confirmation(program) if confirms else program

@@ -13,13 +13,13 @@ from lightning_pipe.core.program import AnyCompute, Free, Instruction, Program, 
 
 def add_frees(program: Program) -> Program:
     """Insert `Free` after the last compute or send of every stage and micro-batch. Runs when sends are placed."""
-    return replace(program, ranks=tuple(_with_frees(line) for line in program.ranks))
+    return replace(program, ranks=tuple(_with_frees(line, program.batch) for line in program.ranks))
 
 
-def _with_frees(line: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+def _with_frees(line: tuple[Instruction, ...], batch: int) -> tuple[Instruction, ...]:
     last = {work: i for i, instruction in enumerate(line) for work in _works(instruction)}
     ends: dict[int, list[Free]] = defaultdict(list)
-    for work, i in last.items():
+    for work, i in ((work, i) for work, i in last.items() if work[1] < batch):
         ends[i].append(Free(*work))
     return tuple(out for i, instruction in enumerate(line) for out in (instruction, *ends.get(i, ())))
 

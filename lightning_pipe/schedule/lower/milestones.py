@@ -26,16 +26,21 @@ def _with(program: Program, added: Milestone) -> Program:
     """Add a milestone to every rank, as late as what it precedes allows, or as early as what it follows does."""
     ranks = []
     for line in program.ranks:
-        position = _position(line, added)
+        position = _position(line, added, program.batch)
         ranks.append((*line[:position], added, *line[position:]))
     return replace(program, ranks=tuple(ranks))
 
 
-def _position(line: Sequence[Instruction], added: Milestone) -> int:
+def _position(line: Sequence[Instruction], added: Milestone, batch: int) -> int:
     effects = milestone_effects(added)
     if effects.precedes:
         return next((i for i, x in enumerate(line) if _precedes(effects.precedes, x)), len(line))
-    return max((i + 1 for i, x in enumerate(line) if _name(x) in effects.follows), default=0)
+    return max((i + 1 for i, x in enumerate(line) if _name(x) in effects.follows and _is_of(x, batch)), default=0)
+
+
+def _is_of(x: Instruction, batch: int) -> bool:
+    """Return whether an instruction belongs to the batch, not to one behind it."""
+    return not isinstance(x, AnyCompute) or min(x.microbatches) < batch
 
 
 def _precedes(names: Sequence[str], later: Instruction) -> bool:

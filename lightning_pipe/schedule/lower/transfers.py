@@ -84,6 +84,8 @@ def _with_receives(
         position = computes[max(0, number - AHEAD)][0]  # before which a receive is posted at the latest
         for receive in flow.needs(compute, rank=rank).receives:
             latest[receive.peer][receive.message] = (position, receive)
+    for receive in flow.awaited_later(rank=rank):
+        latest[receive.peer][receive.message] = (computes[-1][0], receive)
     before: dict[int, list[Instruction]] = defaultdict(list)
     for sender, wanted in latest.items():
         queue = [wanted[message] for message in sent.get((sender, rank), ()) if message in wanted]

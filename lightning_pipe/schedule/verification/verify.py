@@ -15,6 +15,7 @@ Laws (the name in the error text is the one in quotes):
         "offload"     after F, then before I (or B); of stages that offload, in no forward-only program; a micro-batch
                       may do without all of it
         "free"        after the last compute and the last send of its stage and micro-batch
+        "versions"    what chooses the weights of a compute stands before it, as the round's seam asks
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W or along with it, in ascending
                   bucket order; along with a W that no compute of the rank comes before, of the bucket's only stage
     milestones    (`core.milestones`, each under a law of its own) once on every rank or on none; after what they
@@ -22,6 +23,9 @@ Laws (the name in the error text is the one in quotes):
         "confirm"     before the first backward and the first sum
         "publish"     after the last forward, and after CONFIRM where there is one
         "rollback"    in no program: it is what follows one that was left
+    rounds        where a program has a seam: all of this for the computes of its round, of which forwards of later
+                  batches are some; messages that a later round takes are received too. What joins one round to the
+                  next is `schedule.verification.rounds`
     "step"        the optimizer steps once, last, on every rank of a program that synchronises, and in no other
     "deadlock"    no circle of ranks that wait for each other (`schedule.verification.deadlock`)
     "launch"      the same where a device carries messages, and every launch may wait for all launched receives
@@ -33,7 +37,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import NoReturn, TypeVar, cast
 
@@ -55,7 +59,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders
+from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders, version_work
 from lightning_pipe.schedule.verification.deadlock import check_progress
 from lightning_pipe.schedule.verification.well_formed import check_frame
 
@@ -84,8 +88,7 @@ def verify(program: Program, *, launches: Launches = "on host") -> VerifiedProgr
     check_progress(program)
     if launches != "on host":
         check_progress(program, launches=launches)
-    frame = (program.sizes, program.layout, program.traffic, program.training, program.synchronise)
-    return VerifiedProgram(program.ranks, *frame, launches)
+    return VerifiedProgram(**{field.name: getattr(program, field.name) for field in fields(Program)}, launches=launches)
 
 
 def _shared_buckets(program: Program) -> dict[int, frozenset[int]]:
@@ -138,18 +141,26 @@ class _RankCheck:
         for s, m in works:
             if not self._flow.samples(s, rank=self._rank, microbatch=m):
                 continue
-            computes = [Compute(s, kind, m) for kind in kinds]
+            computes = [Compute(s, kind, m) for kind in kinds if program.runs(s, kind, m)]
+            if not computes:
+                continue  # its message may arrive, and a later round takes it
             demand.computes.update(computes)
             demand.open_work[s, m] = len(computes)
             for kind in (kind for kind, stages in needing.items() if s in stages):
                 if kind.effects.is_optional and (kind.effects.law, s, m) not in there:
                     continue
+                if not program.runs(s, "F" if "F" in kind.effects.before else "W", m):
+                    continue
                 demand.own_work.add(work := kind(s, m))
                 for waiting in kind.effects.before:
                     demand.gates.setdefault(Compute(s, cast(ComputeKind, waiting), m), []).append(work)
             for compute in computes:
+                if choice := version_work(program, compute):
+                    demand.own_work.update(choice)
+                    demand.gates.setdefault(compute, []).extend(choice)
                 needs = demand.needs[compute] = self._flow.needs(compute, rank=self._rank)
                 demand.receives.update(needs.receives)
+        demand.receives.update(self._flow.awaited_later(rank=self._rank))
         if program.training and program.synchronise:
             demand.reductions = set(shared)
         return demand
@@ -227,6 +238,8 @@ class _RankCheck:
             return f"stage {compute.stage} belongs to ranks {self._program.layout.stages[compute.stage]}"
         if not self._flow.samples(compute.stage, rank=self._rank, microbatch=compute.microbatch):
             return f"this rank has no samples of micro-batch {compute.microbatch} in stage {compute.stage}"
+        if not self._program.runs(compute.stage, compute.kind, compute.microbatch):
+            return "it belongs to another round"
         return "it (or a part of it) has run before"
 
     def _send(self, send: Send) -> None:
@@ -289,7 +302,8 @@ class _RankCheck:
             self._refuse(effects.law, "it follows a program that was left, and stands in none")
         if milestone.code in self._passed:
             self._refuse(effects.law, "it stands twice")
-        if early := sorted(compute for compute in self._demand.computes if compute.kind in effects.follows):
+        batch = self._program.batch
+        if early := sorted(x for x in self._demand.computes if x.kind in effects.follows and x.microbatch < batch):
             self._refuse(effects.law, f"{early[0]} comes after it")
         if missing := [str(x) for x in self._line if str(x) in effects.follows and str(x) not in self._passed]:
             self._refuse(effects.law, f"{missing[0]} comes after it")

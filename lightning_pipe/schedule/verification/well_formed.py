@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_pipe.core.program import AnyCompute, Edge, Layout, Program, Traffic
+from lightning_pipe.core.effects import OWN_WORK
+from lightning_pipe.core.program import AnyCompute, Edge, Layout, Program, Seam, Traffic
 from lightning_pipe.errors import ProgramError
 
 
@@ -18,10 +19,46 @@ def check_frame(program: Program) -> None:
     _check_traffic(program.traffic, stages=len(program.layout.stages))
     if len(program.ranks) != program.layout.ranks:
         raise ProgramError(f"found instructions for {len(program.ranks)} ranks; the layout has {program.layout.ranks}")
+    if program.seam is not None:
+        _check_seam(program, program.seam)
     for rank, line in enumerate(program.ranks):
         for instruction in line:
             if isinstance(instruction, AnyCompute):
                 _check_range(instruction, rank, program)
+
+
+def _check_seam(program: Program, seam: Seam) -> None:
+    """Check that forwards in flight fit the layout, the micro-batches and each other."""
+    stages, traffic = len(program.layout.stages), program.traffic
+    if not program.training:
+        raise ProgramError("the program has a seam; only training programs run forwards of later batches")
+    if seam.batch < 1 or len(seam.enters) != stages or len(seam.leaves) != stages:
+        raise ProgramError(f"{seam}: expected a batch of 1 or more micro-batches, and numbers for {stages} stages")
+    if seam.batch + max(seam.leaves) != len(program.sizes):
+        raise ProgramError(f"{seam} is about {seam.batch + max(seam.leaves)} micro-batches; found {len(program.sizes)}")
+    for name, numbers in (("enters", seam.enters), ("leaves", seam.leaves)):
+        if min(numbers) < 0:
+            raise ProgramError(f"{seam}: {name} has a number below 0")
+        for edge in traffic.edges:
+            first, last = sorted((edge.source, edge.target))
+            if numbers[first] < numbers[last]:
+                raise ProgramError(f"{seam}: {name} grows from stage {first} to stage {last}, which needs its values")
+    for stage, (enters, leaves) in enumerate(zip(seam.enters, seam.leaves, strict=True)):
+        if enters > seam.batch + leaves:
+            raise ProgramError(f"{seam}: {enters} forwards of stage {stage} ran before; the round knows fewer")
+        if (enters or leaves) and stage in traffic.offloads:
+            raise ProgramError(f"{seam}: stage {stage} runs ahead, so it cannot offload")
+        if stage in program.layout.whole and seam.batch % len(program.layout.stages[stage]):
+            replicas = len(program.layout.stages[stage])
+            raise ProgramError(
+                f"{seam}: the {replicas} replicas of stage {stage} take micro-batches in turn; expected a multiple of "
+                f"{replicas} micro-batches, so that the next round goes on with the next turn"
+            )
+    unknown = [code for code in seam.work if code not in OWN_WORK or OWN_WORK[code].effects.law != "versions"]
+    if unknown:
+        raise ProgramError(f"{seam}: {unknown[0]!r} does not choose weights")
+    if "PINOLDER" in seam.work and ("PIN" not in seam.work or max(seam.enters) > seam.batch):
+        raise ProgramError(f"{seam}: PINOLDER needs PIN, and a batch of as many micro-batches as forwards run ahead")
 
 
 def check_layout(layout: Layout) -> None:
