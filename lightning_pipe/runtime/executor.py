@@ -47,8 +47,9 @@ from lightning_pipe.runtime.job import BatchInput, ProgramResult, ResultSlice
 from lightning_pipe.runtime.memory import is_out_of_memory, out_of_memory
 from lightning_pipe.runtime.milestones import MilestoneHandlers, milestone_handler
 from lightning_pipe.runtime.record import Recorder, clock_of
-from lightning_pipe.runtime.stage import Slice, Slices, Stage, State, changed_by_several, slices_of
+from lightning_pipe.runtime.stage import Ahead, Slice, Slices, Stage, State, changed_by_several, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
+from lightning_pipe.runtime.versions import Flight, Versions
 from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
 
@@ -100,6 +101,8 @@ class Executor:
         self._state = state
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
+        self._flight = Flight()
+        self.versions = Versions(self.stages)
         self._checked: VerifiedProgram | None = None
         self._transport = transport
         self._begun: dict[int, VerifiedProgram] = {}  # by identity: a hash would look at every instruction
@@ -184,11 +187,16 @@ class Executor:
         recorder = Recorder(self.rank, clock, held_bytes=self._saved_bytes if record_memory else None)
         self._offloads_some = bool(program.traffic.offloads)
         self._notes_slices = record_memory or self._offloads_some
-        self._begin(program, recorder, most_messages)
+        passed = self._begin(program, job, recorder, most_messages)
         parts = RankParts(
-            self.stages, self._offloads, self._slices, lambda stage, microbatch: self._load(stage, microbatch, job)
+            self.stages,
+            self._offloads,
+            self._slices,
+            lambda stage, microbatch: self._load(stage, microbatch, job),
+            self.versions,
         )
-        course = _Course(job, recorder, watch or Unwatched(), defaultdict(list), parts, milestones, leave_sums)
+        results = self._flight.results(passed)
+        course = _Course(job, recorder, watch or Unwatched(), results, parts, milestones, leave_sums)
         if not (yield from self._follow(program.ranks[self.rank], course)):
             yield from self._exchange.give_up(left_over(program)[self.rank])
             yield from self._follow((Rollback(),), course)
@@ -198,6 +206,7 @@ class Executor:
         self._offloads.finish()
         if not (program.training and program.synchronise):  # else before the step
             yield from self._finish_state(replicas=program.training or job.is_skipped)
+        self._flight.end(program)
         collected = {name: tuple(pieces) for name, pieces in course.results.items()}
         return ProgramResult(collected, recorder.timeline(), recorder.memory())
 
@@ -249,15 +258,21 @@ class Executor:
                     assert_never(instruction)
         return True
 
-    def _begin(self, program: VerifiedProgram, recorder: Recorder, most_messages: int | None) -> None:
-        """Forget what an earlier program has left."""
+    def _begin(
+        self, program: VerifiedProgram, job: BatchInput, recorder: Recorder, most_messages: int | None
+    ) -> int | None:
+        """Forget what an earlier program has left, but for forwards in flight; return how many micro-batches passed."""
+        passed = self._flight.begin(program)
         self._slices.clear()
         self._parts.clear()
         self._transport.begin(is_first=id(program) not in self._begun)
         self._begun[id(program)] = program
-        self._exchange.begin(program, recorder, most_messages=most_messages)
+        ahead = None if program.seam is None else Ahead(job.step, program.batch, passed)
+        self._exchange.begin(program, recorder, most_messages=most_messages, ahead=ahead)
+        self.versions.begin(program)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
+        return passed
 
     def _saved_bytes(self) -> int:
         """Return what the stages of this rank keep for I and W; memory that several share counts once."""
@@ -293,7 +308,8 @@ class Executor:
     def _load(self, number: int, microbatch: int, job: BatchInput) -> None:
         stage = self.stages[number]
         samples = self._exchange.local(number, microbatch)
-        first = job.offsets[microbatch] + samples.start
+        job, place = job.of(microbatch)
+        first = job.offsets[place] + samples.start
         count = len(samples)
         leaves = {index: _leaf(job, index, first=first, count=count) for index in {*stage.program.leaves.values()}}
         stage.load(microbatch, leaves)
@@ -309,7 +325,7 @@ class Executor:
         if compute.kind == "F":
             samples = self._exchange.local(compute.stage, compute.microbatch)
             for name, content in stage.results(compute.microbatch).items():
-                results[name].append(ResultSlice(compute.microbatch, samples, content))
+                self._flight.put(results, name, ResultSlice(compute.microbatch, samples, content))
 
     def _join(self, joined: AnyCompute, job: BatchInput) -> None:
         try:
@@ -327,8 +343,9 @@ class Executor:
     def _part(self, stage: int, microbatches: tuple[int, ...], job: BatchInput) -> Slice:
         parts = [self._exchange.local(stage, microbatch) for microbatch in microbatches]
         samples = sum(map(len, parts))
-        key = RandomKey(job.seed, job.step, microbatches[0], parts[0].start)
-        return Slice(samples, key, samples / self._exchange.batch_samples * job.weight, job.weight)
+        job, place = job.of(microbatches[0])
+        key = RandomKey(job.seed, job.step, place, parts[0].start)
+        return Slice(samples, key, samples / (job.samples or self._exchange.batch_samples) * job.weight, job.weight)
 
     def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor], wait: Callable[[Wait], None]) -> None:
         """Wait for the sums that a run has left; `step` is called whenever some parameters have their gradients.
@@ -340,6 +357,18 @@ class Executor:
         """
         drive(self._gradients.land(step, among=among), wait=wait)
 
+    def give_up_flight(self, *, wait: Callable[[Wait], None]) -> None:
+        """Forget forwards of batches that have not had their turn: the next round begins with none.
+
+        What they changed of buffers is taken back, so that they may run again.
+
+        Args:
+            wait: waits for a handle, with a deadline.
+        """
+        drive(self._exchange.give_up_flight(), wait=wait)
+        self._flight.forget()
+        self.versions.forget()
+
     def _finish_batch(self, course: _Course) -> Walk[None]:
         yield from self._exchange.finish_sends()
         yield from self._gradients.finish(leave=course.leaves_sums)
@@ -347,6 +376,7 @@ class Executor:
         yield Wait(self._transport.reached(), Step())  # else it could be queued behind a sum that fails
         course.watch.raise_failure()
         started = course.recorder.mark()
+        self.versions.before_step()
         try:
             self._step()
         except Exception as error:

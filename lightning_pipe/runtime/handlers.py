@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import Evict, Fetch, Free, Load, Vacate
@@ -20,6 +20,9 @@ from lightning_pipe.errors import ProgramError
 from lightning_pipe.runtime.activations.offloads import Offloads
 from lightning_pipe.runtime.stage import Slices, Stage
 from lightning_pipe.runtime.waiting import Walk
+
+if TYPE_CHECKING:
+    from lightning_pipe.runtime.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,14 @@ class RankParts:
         offloads: copies to the host and back.
         slices: by micro-batch, what the rank has loaded of it.
         load: takes the samples of a stage and micro-batch from the batch.
+        versions: what computes read instead of the parameters.
     """
 
     stages: Mapping[int, Stage]
     offloads: Offloads
     slices: Mapping[int, Slices]
     load: Callable[[int, int], None]
+    versions: Versions
 
 
 Handler: TypeAlias = Callable[[RankParts, OwnWork], Walk[None] | None]

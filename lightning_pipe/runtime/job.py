@@ -24,6 +24,8 @@ class BatchInput:
         step: number of the batch, part of the random numbers' key.
         batch_dim: dimension of the samples in the leaves.
         is_skipped: whether this is a batch of the training whose program makes no gradients, but may change state.
+        samples: of the batch; 0: those of all micro-batches of the program.
+        following: the next batch, whose forwards may begin in this round; None if the program runs none.
     """
 
     leaves: tuple[Content | None, ...]
@@ -34,6 +36,15 @@ class BatchInput:
     step: int = 0
     batch_dim: int = 0
     is_skipped: bool = False
+    samples: int = 0
+    following: BatchInput | None = None
+
+    def of(self, microbatch: int) -> tuple[BatchInput, int]:
+        """Return the batch of a micro-batch of a round, and its number in that batch."""
+        count = len(self.offsets)
+        if microbatch < count or self.following is None:
+            return self, microbatch
+        return self.following.of(microbatch - count)
 
 
 @dataclass(frozen=True)

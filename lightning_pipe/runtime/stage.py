@@ -8,6 +8,7 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
 
     Stage(program, values, state=State(...), loss="loss")
     stage.begin(sends, training)                            which messages will be fetched by `outgoing`
+    stage.pin(m, contents)                                  what computes of a micro-batch read instead of parameters
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
@@ -29,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import reduce
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -82,6 +83,21 @@ class Slice:
     sum_weight: float
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What a stage is told of a round whose forwards run ahead of their batch.
+
+    Attributes:
+        step: number of the round's batch.
+        batch: micro-batches of it; forwards of those behind them belong to later batches.
+        passed: micro-batches of the round before; what is held of those behind them stays. None: nothing stays.
+    """
+
+    step: int
+    batch: int
+    passed: int | None
+
+
 class Stage:
     """Run the functions of one stage and hold its live values.
 
@@ -113,8 +129,11 @@ class Stage:
         self._held: dict[int, dict[str, Content]] = defaultdict(dict)
         self._results: dict[int, dict[str, Content]] = {}
         self._pending: dict[int, tuple[Half, ...]] = {}
-        self._later: dict[str, torch.Tensor] = {}
-        self._averaged: dict[str, int] = {}  # samples that are in the mean so far
+        self._for_forward: dict[int, AbstractSet[str]] = {}  # pinned for F alone
+        self._ahead: Ahead | None = None
+        self._later: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)  # by number of the batch
+        self._averaged: dict[tuple[int, str], int] = {}  # samples that are in the mean so far
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # state before the forwards of later batches, by number
         self._away: dict[int, Away] = {}
         self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: dict[tuple[Pass, int, int], int] = {}
@@ -131,13 +150,22 @@ class Stage:
         self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
         self.made: Callable[[str], None] = lambda name: None
 
-    def begin(self, sends: Sends, *, training: bool) -> None:
-        """Forget everything held and prepare for a program in which `outgoing` is called `sends` times."""
-        self._held.clear()
+    def begin(self, sends: Sends, *, training: bool, ahead: Ahead | None = None) -> None:
+        """Forget everything held and prepare for a program in which `outgoing` is called `sends` times.
+
+        Args:
+            sends: by message.
+            training: whether backwards follow.
+            ahead: of a round whose forwards run ahead.
+        """
+        if ahead is None or ahead.passed is None:
+            self._forget_flight()
+        else:
+            for held in (self._held, self._pending):
+                _number_anew(held, ahead.passed)
+        self._ahead = ahead
         self._results.clear()
         self._handed_out.clear()
-        self._pending.clear()
-        self._forget_later()
         for away in self._away.values():
             away.parcel.discard()
         self._away.clear()
@@ -156,6 +184,38 @@ class Stage:
             return self._copies[name]
         state = self._state
         return state.parameters[name] if name in state.parameters else state.buffers[name]
+
+    def parameters_now(self) -> dict[str, torch.Tensor]:
+        """Return the parameters, by the names of the values that computes read."""
+        return dict(self._parameters)
+
+    def pin(self, microbatch: int, contents: Mapping[str, torch.Tensor], *, for_forward: bool = False) -> None:
+        """Let computes of a micro-batch (F alone if asked) read these instead of the parameters."""
+        if for_forward:
+            self._for_forward[microbatch] = contents.keys()
+        read = self._awaited(microbatch) if microbatch in self._pending else contents.keys()
+        self._held[microbatch].update({name: content for name, content in contents.items() if name in read})
+
+    def readers_of(self, contents: Mapping[str, torch.Tensor]) -> dict[int, set[str]]:
+        """Return the micro-batches that hold these very tensors, and the names of those that they hold."""
+        holders = {m: {name for name in contents if held.get(name) is contents[name]} for m, held in self._held.items()}
+        return {m: names for m, names in holders.items() if names}
+
+    def held_tensors(self) -> set[int]:
+        """Return the identities of all that micro-batches hold."""
+        return {id(content) for held in self._held.values() for content in held.values()}
+
+    def give_up_flight(self) -> None:
+        """Forget forwards in flight, and take back what they have changed of the stage's state."""
+        if self._before:
+            with torch.no_grad():
+                for name, content in self._before[min(self._before)].items():
+                    self._tensor(name).copy_(content)
+        self._forget_flight()
+
+    def _forget_flight(self) -> None:
+        for held in (self._held, self._pending, self._for_forward, self._later, self._averaged, self._before):
+            held.clear()
 
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
         """Take the stage's samples of the batch leaves that it reads, by index of the leaf."""
@@ -260,9 +320,9 @@ class Stage:
         self._held.pop(microbatch, None)
         self._pending.pop(microbatch, None)
 
-    def left(self) -> tuple[str, ...]:
-        """Name what is still held, as `micro-batch:value`; nothing after a whole program."""
-        return tuple(f"{microbatch}:{name}" for microbatch, held in self._held.items() for name in held)
+    def left(self, batch: int) -> tuple[str, ...]:
+        """Name what is still held of the first micro-batches, as `micro-batch:value`; nothing after a program."""
+        return tuple(f"{m}:{name}" for m, held in self._held.items() for name in held if m < batch)
 
     def saved_storages(self, slices: Mapping[int, Slices] = NO_SLICES) -> dict[int, int]:
         """Return address and bytes of all memory that waits for I and W, without parameters, buffers and results.
@@ -290,8 +350,14 @@ class Stage:
         halves = (program.input_grad, program.weight_grad) if self._training else ()
         self._pending[microbatch] = tuple(half for half in halves if half is not None)
         held = self._held[microbatch]
-        self._run(program.forward, self._inputs(program.forward, held), held, slice_)
-        self._update_buffers(microbatch, slice_.samples)
+        number = self._number(microbatch, slice_)
+        if number != self._batch_number and number not in self._before:
+            self._before[number] = {name: self._tensor(name).detach().clone() for name in program.mutations}
+        inputs = self._inputs(program.forward, self._with_later(held, number))
+        self._run(program.forward, inputs, held, slice_)
+        self._update_buffers(microbatch, number, slice_.samples)
+        for name in self._for_forward.pop(microbatch, ()):
+            held.pop(name, None)
         own = self._storages() if program.results else frozenset()
         results = {name: _apart(self._input(name, held), own) for name in program.results}
         self._results[microbatch] = results
@@ -373,36 +439,55 @@ class Stage:
             self._storages_of_parameters = storages_of(self._parameters.values())
         return self._storages_of_parameters | storages_of(map(self._tensor, self._state_names))
 
-    def _update_buffers(self, microbatch: int, samples: int) -> None:
+    @property
+    def _batch_number(self) -> int:
+        """Return the number of the batch whose backwards run."""
+        return 0 if self._ahead is None else self._ahead.step
+
+    def _number(self, microbatch: int, slice_: Slice) -> int:
+        """Return the number of the batch of a micro-batch."""
+        is_later = self._ahead is not None and microbatch >= self._ahead.batch
+        return slice_.key.step if is_later else self._batch_number
+
+    def _with_later(self, held: dict[str, Content], number: int) -> Mapping[str, Content]:
+        """Return what is held, and state that an earlier batch in flight will write when it ends."""
+        earlier = [batch for batch in self._later if batch < number]
+        if not earlier:
+            return held
+        written = self._later[max(earlier)]
+        return {value: written[name] for value, name in self.program.buffers.items() if name in written} | held
+
+    def _update_buffers(self, microbatch: int, number: int, samples: int) -> None:
         """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
         for name, value in self.program.mutations.items():
             content = self._held[microbatch][value]
             assert isinstance(content, torch.Tensor)
             if name in self.program.once:
-                self._later[name] = content
+                self._later[number][name] = content
             elif name in self.program.averaged:
-                self._average(name, content, samples)
+                self._average(name, content, number, samples)
             else:
                 self._tensor(name).copy_(content)
 
-    def _average(self, name: str, content: torch.Tensor, samples: int) -> None:
+    def _average(self, name: str, content: torch.Tensor, number: int, samples: int) -> None:
         """Take another content of a buffer into the mean over the samples so far."""
-        self._averaged[name] = self._averaged.get(name, 0) + samples
-        before, share = self._later.get(name), samples / self._averaged[name]
+        self._averaged[number, name] = self._averaged.get((number, name), 0) + samples
+        mean, share = self._later[number].get(name), samples / self._averaged[number, name]
         with torch.no_grad():
-            self._later[name] = content if before is None else before + (content - before) * share
+            self._later[number][name] = content if mean is None else mean + (content - mean) * share
 
     def finish(self) -> None:
         """Write the state that changes once per batch."""
+        batch = self._batch_number
+        written = self._later.pop(batch, {})
         with torch.no_grad():
-            for name, content in self._later.items():
+            for name, content in written.items():
                 self._tensor(name).copy_(content)
-        self._forget_later()
+        for name in written:
+            self._averaged.pop((batch, name), None)
+        for number in [number for number in self._before if number <= batch]:
+            del self._before[number]
         self._copies = {}
-
-    def _forget_later(self) -> None:
-        self._later.clear()
-        self._averaged.clear()
 
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""
@@ -454,6 +539,13 @@ class Stage:
             gradient = reduce(torch.add, terms)
             users_of_its_own = 1 if len(names) == 1 else 0
             add_to(self._state.parameters[canonical], gradient, take=users[storage_of(gradient)] == users_of_its_own)
+
+
+def _number_anew(held: dict[int, Any], passed: int) -> None:
+    """Keep what is held of micro-batches from a number on, under numbers that begin there."""
+    kept = {m - passed: values for m, values in held.items() if m >= passed}
+    held.clear()
+    held.update(kept)
 
 
 def changed_by_several(programs: Iterable[StageProgram]) -> dict[int, frozenset[str]]:

@@ -26,7 +26,7 @@ from lightning_pipe.runtime.exchanges.slicing import (
     to_tensor,
 )
 from lightning_pipe.runtime.record import Recorder
-from lightning_pipe.runtime.stage import Sends, Stage
+from lightning_pipe.runtime.stage import Ahead, Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.runtime.waiting import Handle, Wait, Walk
 
@@ -68,28 +68,40 @@ class Exchange:
             for way in _WAYS
         }
 
-    def begin(self, program: Program, recorder: Recorder, *, most_messages: int | None = None) -> None:
+    def begin(
+        self,
+        program: Program,
+        recorder: Recorder,
+        *,
+        most_messages: int | None = None,
+        ahead: Ahead | None = None,
+    ) -> None:
         """Forget everything under way, and tell the stages what will be fetched from them.
 
         Args:
             program: the program.
             recorder: of its instructions.
+            ahead: of a round whose forwards run ahead: what is in flight stays.
             most_messages: how many messages may be under way beside a compute, sends and receives together; None for
                 any number.
         """
         self._recorder, self._most_messages = recorder, most_messages
-        self._mailbox.clear()
+        if ahead is None or ahead.passed is None:
+            self._mailbox.clear()
+        else:
+            self._mailbox.pass_on(ahead.passed)
         self._sends.clear()
-        self._receiving, self._is_queued = 0, False
+        self._receiving, self._is_queued = len(self._mailbox.left()), False
         if program is not self._program:
             self._prepare(program)
         for number, stage in self._stages.items():
-            stage.begin(self._expected[number], training=program.training)
+            stage.begin(self._expected[number], training=program.training, ahead=ahead)
 
     def _prepare(self, program: Program) -> None:
         """Find what is the same whenever a program runs."""
         self._program = program
-        self.sizes, self.batch_samples = program.sizes, sum(program.sizes)
+        self.sizes = program.sizes[: program.batch]
+        self.batch_samples = sum(self.sizes)
         layout, rank = program.layout, self._transport.rank
         self._local = {
             (stage, m): layout.samples(stage, layout.stages[stage].index(rank), m, size)
@@ -209,25 +221,35 @@ class Exchange:
         yield from self.finish_sends()
         yield from self._finish_receives()
 
+    def give_up_flight(self) -> Walk[None]:
+        """Wait for the messages of forwards in flight, whose memory is being written, and forget these forwards."""
+        yield from self._finish_receives()
+        self._mailbox.clear()
+        for stage in self._stages.values():
+            stage.give_up_flight()
+
     def finish(self) -> Walk[None]:
-        """Wait until everything posted has really happened.
+        """Wait until everything posted for the batch has really happened.
 
         Raises:
             PipelineError: if a message was received that no compute has taken, or a value is still held.
         """
+        assert self._program is not None
+        batch = self._program.batch
         yield from self.finish_sends()
-        yield from self._finish_receives()
-        left = self._mailbox.left()
+        yield from self._finish_receives(batch=batch)
+        left = self._mailbox.left(batch=batch)
         letters = [str(letter.receive if isinstance(letter, PendingReceive) else letter.message) for letter in left]
-        values = [f"stage {number}, {name}" for number, stage in self._stages.items() for name in stage.left()]
+        values = [f"stage {number}, {name}" for number, stage in self._stages.items() for name in stage.left(batch)]
         if letters or values:
             raise PipelineError(
                 f"Rank {self._transport.rank} ended its program with letters {letters} and values {values} unused. "
                 "The program and the split do not fit each other."
             )
 
-    def _finish_receives(self) -> Walk[None]:
-        for letter in self._mailbox.left():
+    def _finish_receives(self, *, batch: int | None = None) -> Walk[None]:
+        """Wait for the letters that nobody has taken, all or those of the batch."""
+        for letter in self._mailbox.left(batch=batch):
             if isinstance(letter, PendingReceive):
                 yield Wait(letter.handle, letter.receive)
         self._receiving = 0

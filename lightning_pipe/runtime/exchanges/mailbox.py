@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -48,9 +48,20 @@ class Mailbox:
         """Return and forget all letters of an address, in the order in which they were put."""
         return tuple(self._letters.pop(address, ()))
 
-    def left(self) -> tuple[Letter, ...]:
-        """Return the letters that nobody has taken."""
-        return tuple(letter for letters in self._letters.values() for letter in letters)
+    def left(self, *, batch: int | None = None) -> tuple[Letter, ...]:
+        """Return the letters that nobody has taken, all or those of the first micro-batches."""
+        letters = (letter for letters in self._letters.values() for letter in letters)
+        return tuple(letter for letter in letters if batch is None or letter.message.microbatch < batch)
+
+    def pass_on(self, passed: int) -> None:
+        """Number letters anew once so many micro-batches have passed."""
+        left = self.left()
+        self._letters.clear()
+        for letter in left:
+            message = replace(letter.message, microbatch=letter.message.microbatch - passed)
+            if isinstance(letter, PendingReceive):
+                letter = replace(letter, receive=replace(letter.receive, message=message))
+            self.put(replace(letter, message=message))
 
     def clear(self) -> None:
         """Forget all letters."""

@@ -1,0 +1,431 @@
+"""Rounds on executors: losses and weights are those of recursions and of autograd that know nothing of programs.
+
+A chain of numbers is compared with the recursion of its policy, modules with autograd that is given, for every
+micro-batch, the weights that its stages read. All ranks run in one thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.program import Layout, VerifiedProgram
+from lightning_pipe.errors import PipelineError
+from lightning_pipe.planner.memory.policies import policies_of
+from lightning_pipe.runtime.executor import Executor, run_together
+from lightning_pipe.runtime.job import BatchInput
+from lightning_pipe.runtime.stage import Stage, State
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.schedule.weights import POLICIES
+
+CPU, SIZE, WIDTH, RATE, MOMENTUM = torch.device("cpu"), 2, 4, 0.01, 0.9
+Batch = tuple[torch.Tensor, torch.Tensor]
+Drains = dict[int, bool]  # by round: whether its forwards ahead are given up (else none ran ahead)
+
+
+@dataclass
+class Fit:
+    """Executors of all ranks in one thread, an optimizer for each."""
+
+    executors: Sequence[Executor]
+    steps: Sequence[torch.optim.Optimizer]
+    split: Split
+    loss: str
+    policy: str
+    batch: Callable[[int], Batch]
+    microbatches: int
+
+    def run(self, rounds: int, drains: Drains) -> list[float]:
+        """Train so many batches and return their losses."""
+        policy, layout, enters = POLICIES[self.policy], self.executors[0].layout, tuple[int, ...]()
+        losses, programs = [], dict[object, VerifiedProgram]()
+        for t in range(rounds):
+            last = min([d for d, given_up in drains.items() if not given_up and d >= t], default=rounds - 1)
+            following = (self.microbatches,) * (last - t)
+            seam = policy.seam(layout, self.microbatches, enters=enters, following=following)
+            if seam not in programs:
+                sizes = (SIZE,) * (seam.batch + max(seam.leaves))
+                order, traffic = policy.order(layout, seam), self.split.traffic
+                programs[seam] = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam))
+            losses.append(self._round(programs[seam], t, rounds))
+            if drains.get(t):
+                drive_together([x._exchange.give_up_flight() for x in self.executors])
+                for executor in self.executors:
+                    executor.give_up_flight(wait=lambda wait: None)
+            enters = () if t in drains else seam.leaves
+        return losses
+
+    def _round(self, program: VerifiedProgram, t: int, rounds: int) -> float:
+        assert program.seam is not None
+        ahead = -(-max(program.seam.leaves) // self.microbatches)
+        outcomes = run_together(self.executors, program, [self._job(t, t + 1 + ahead)] * len(self.executors))
+        pieces = [piece for outcome in outcomes for piece in outcome.results.get(self.loss, ())]
+        assert sorted({piece.microbatch for piece in pieces}) == [*range(self.microbatches)]
+        return sum(float(piece.content) * len(piece.samples) for piece in pieces) / (SIZE * self.microbatches)
+
+    def _job(self, t: int, stop: int) -> BatchInput | None:
+        if t == stop:
+            return None
+        count, offsets = self.microbatches, tuple(SIZE * m for m in range(self.microbatches))
+        job = BatchInput(self.batch(t), (True, True), offsets, step=t, samples=SIZE * count)
+        return replace(job, following=self._job(t + 1, stop))
+
+
+def fit_of(
+    capture: Capture,
+    split: Split,
+    layout: Layout,
+    modules: Sequence[pl.LightningModule],
+    optimizer: Callable[[pl.LightningModule], torch.optim.Optimizer],
+    policy: str,
+    batch: Callable[[int], Batch],
+    microbatches: int,
+) -> Fit:
+    """Return a fit of modules, one per rank."""
+    hub, steps = Hub(), [optimizer(module) for module in modules]
+
+    def step_of(own: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            own.step()
+            own.zero_grad()
+
+        return step
+
+    executors = [
+        Executor(
+            split,
+            layout,
+            state=State(dict(module.named_parameters()), dict(module.named_buffers()), CPU),
+            transport=hub.endpoint(rank),
+            loss=capture.record.loss,
+            step=step_of(steps[rank]),
+        )
+        for rank, module in enumerate(modules)
+    ]
+    assert capture.record.loss is not None
+    return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches)
+
+
+class Numbers(pl.LightningModule):
+    """A chain of factors."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        first = [torch.tensor(1 - 0.05 * s, dtype=torch.float64) for s in range(stages)]
+        self.w = nn.ParameterList(map(nn.Parameter, first))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        h, y = batch
+        for w in self.w:
+            h = w * h
+        return (0.5 * (h - y) ** 2).mean()
+
+
+def number(i: int) -> tuple[float, float]:
+    """Return input and target of micro-batch i."""
+    x = 1 + 0.1 * ((7 * i) % 5)
+    return x, 0.5 * x
+
+
+def numbers(t: int, count: int) -> Batch:
+    """Return a batch of a chain of factors, whose micro-batches have equal samples."""
+    rows = [number(t * count + m) for m in range(count) for _ in range(SIZE)]
+    x, y = torch.tensor(rows, dtype=torch.float64).T
+    return x.contiguous(), y.contiguous()
+
+
+def round_of_forward(i: int, ahead: int, count: int, drains: Drains) -> int:
+    """Return in which round the forward of micro-batch i runs for good, where the pipeline was empty now and then."""
+    own = i // count
+    empty = max((t + 1 for t in drains if t + 1 <= own), default=0)
+    return max(max(0, i - ahead) // count, empty)
+
+
+def recursion(policy: str, stages: int, count: int, rounds: int, drains: Drains) -> tuple[list[float], list[float]]:
+    """Return losses and last weights by the definition of a policy, with momentum."""
+    w, v, losses = [[1 - 0.05 * s] for s in range(stages)], [[0.0] for _ in range(stages)], list[float]()
+    ahead = POLICIES[policy].ahead(Layout(tuple((r,) for r in range(stages))), count)
+    for b in range(rounds):
+        loss, gradients = 0.0, [0.0] * stages
+        for i in range(b * count, (b + 1) * count):
+            x, y = number(i)
+            began = [round_of_forward(i, depth, count, drains) for depth in ahead]
+            if policy == "2bw":  # what was current where its batch began
+                began = [round_of_forward(b * count, ahead[0], count, drains)] * stages
+            read = [w[s][began[s]] for s in range(stages)]
+            if policy == "spectrain":
+                read = [w[s][began[s]] - RATE * (stages - 1 - s + s // 2) * v[s][began[s]] for s in range(stages)]
+            inputs = [x]
+            for factor in read:
+                inputs.append(inputs[-1] * factor)
+            loss += 0.5 * (inputs[-1] - y) ** 2 / count
+            back = {"stale": [w[s][b] for s in range(stages)], "deep": [w[s][b] for s in range(stages)]}.get(
+                policy, read
+            )
+            if policy == "spectrain":
+                back = [w[s][b] - RATE * (s // 2) * v[s][b] for s in range(stages)]
+            above = (inputs[-1] - y) / count
+            for s in reversed(range(stages)):
+                gradients[s] += above * inputs[s]
+                above *= back[s]
+        losses.append(loss)
+        for s in range(stages):
+            v[s].append(MOMENTUM * v[s][-1] + gradients[s])
+            w[s].append(w[s][-1] - RATE * v[s][-1])
+    return losses, [row[-1] for row in w]
+
+
+@pytest.fixture(scope="module")
+def captured() -> Callable[[int], tuple[Capture, Split]]:
+    """Return a function that captures a chain of factors, cut between all of them."""
+    found: dict[int, tuple[Capture, Split]] = {}
+
+    def of(stages: int) -> tuple[Capture, Split]:
+        if stages not in found:
+            request = Request(Numbers(stages), "training_step", flatten(numbers(0, 1))[1], arguments=(0,), samples=SIZE)
+            capture = capture_step(request)
+            starts = [i for i, node in enumerate(capture.graph.nodes) if any("w." in name for name in node.parameters)]
+            found[stages] = capture, capture.split(tuple(starts[1:]))
+        return found[stages]
+
+    return of
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_chain_of_numbers_trains_by_the_recursion_of_its_policy(
+    policy: str, stages: int, captured: Callable[[int], tuple[Capture, Split]]
+) -> None:
+    """Whatever micro-batches there are, and whenever the pipeline is emptied as planned or forwards are given up."""
+    capture, split = captured(stages)
+    layout = Layout(tuple((r,) for r in range(stages)))
+    for count in (1, 2, 4):
+        for drains in ({}, {3: False, 4: False, 8: False}, {3: True, 4: True, 8: True}):
+            modules = [Numbers(stages) for _ in range(stages)]
+            fit = fit_of(
+                capture,
+                split,
+                layout,
+                modules,
+                lambda module: torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM),
+                policy,
+                lambda t, count=count: numbers(t, count),
+                count,
+            )
+            for rank, executor in enumerate(fit.executors):
+                executor.versions.predicted = _predictor(modules[rank], fit.steps[rank], rank, stages)
+            losses, weights = recursion(policy, stages, count, 12, drains)
+            assert fit.run(12, drains) == pytest.approx(losses, abs=1e-12)
+            assert [float(module.w[r].detach()) for r, module in enumerate(modules)] == pytest.approx(weights, abs=1e-12)
+
+
+def _predictor(module: Numbers, step: torch.optim.Optimizer, rank: int, stages: int):
+    """Return SpecTrain's prediction: the velocity goes on for as many updates as a micro-batch is under way."""
+
+    def predicted(stage: Stage, kind: str) -> dict[str, torch.Tensor]:
+        velocity = step.state.get(module.w[rank], {}).get("momentum_buffer")
+        horizon = rank // 2 + (stages - 1 - rank if kind == "F" else 0)
+        return {
+            name: x.detach() - (0.0 if velocity is None else RATE * horizon * velocity)
+            for name, x in stage.parameters_now().items()
+        }
+
+    return predicted
+
+
+class Blocks(pl.LightningModule):
+    """Three blocks; variants have skip connections, batch norm, dropped units, or blocks that are computed again."""
+
+    skips = norm = again = is_oracle = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.normed = nn.BatchNorm1d(WIDTH) if self.norm else nn.Identity()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        early = torch.tanh(self.normed(self._block(self.first, x)))
+        late = torch.tanh(self._block(self.second, early))
+        return nn.functional.mse_loss(self._block(self.third, late * early if self.skips else late), y)
+
+    def _block(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not self.again:
+            return linear(x)
+        run = lambda value: torch.sigmoid(linear(value)) * 2  # noqa: E731
+        return run(x) if self.is_oracle else checkpoint(run, x, use_reentrant=False)
+
+
+class Skips(Blocks):
+    """What the first block makes is used behind the second, too."""
+
+    skips = True
+
+
+class Normed(Blocks):
+    """Batch norm whose statistics change with every micro-batch."""
+
+    norm = True
+
+
+class Again(Blocks):
+    """Blocks are checkpoints, so that stages recompute."""
+
+    again = True
+
+
+def module_of(kind: type[Blocks]) -> Blocks:
+    """Return a module, the same on every call."""
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def rows(t: int, count: int) -> Batch:
+    """Return a batch of rows."""
+    generator = torch.Generator().manual_seed(t)
+    x, y = (torch.randn(SIZE * count, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def by_autograd(
+    kind: type[Blocks],
+    policy: str,
+    count: int,
+    rounds: int,
+    stage_of: dict[str, int],
+    optimizer: Callable[[pl.LightningModule], torch.optim.Optimizer],
+    drains: Drains,
+) -> tuple[list[float], Blocks]:
+    """Train by autograd with, for every micro-batch, the weights that its stages read."""
+    module = module_of(kind)
+    module.is_oracle = True  # a checkpoint would compute again with the weights of the module
+    stages = 1 + max(stage_of.values())
+    ahead = POLICIES[policy].ahead(Layout(tuple((r,) for r in range(stages))), count)
+    step, kept, losses = optimizer(module), list[dict[str, torch.Tensor]](), list[float]()
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = module
+
+        def forward(self, x: Batch) -> torch.Tensor:
+            return self.m.training_step(x, 0)
+
+    for b in range(rounds):
+        kept.append({name: x.detach().clone() for name, x in module.named_parameters()})
+        total = 0.0
+        for j in range(count):
+            began = {name: round_of_forward(b * count + j, ahead[s], count, drains) for name, s in stage_of.items()}
+            if policy == "2bw":
+                began = dict.fromkeys(stage_of, round_of_forward(b * count, ahead[0], count, drains))
+            read = {name: kept[began[name]][name].clone().requires_grad_() for name in stage_of}
+            x, y = (part[SIZE * j : SIZE * (j + 1)] for part in rows(b, count))
+            given = {**read, **dict(module.named_buffers())}
+            loss = functional_call(Whole(), {f"m.{name}": value for name, value in given.items()}, ((x, y),))
+            total += float(loss.detach()) / count
+            for (name, _), gradient in zip(
+                read.items(), torch.autograd.grad(loss / count, [*read.values()]), strict=True
+            ):
+                parameter = module.get_parameter(name)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        losses.append(total)
+        step.step()
+        step.zero_grad()
+    return losses, module
+
+
+SHAPES = [(((0,), (1,), (2,)), ("second", "third")), (((0, 1), (2,)), ("second",)), (((0,), (1,)), ("third",))]
+
+
+@pytest.mark.parametrize("kind", [Blocks, Skips, Normed, Again])
+@pytest.mark.parametrize("policy", ["pipedream", "2bw"])
+def test_modules_train_with_the_weights_that_their_stages_read(kind: type[Blocks], policy: str) -> None:
+    """Gradients of every micro-batch are those of autograd, running statistics those of the order of forwards."""
+    draw = random.Random(f"{kind.__name__} {policy}")
+    for _ in range(4):
+        stages, cuts = draw.choice(SHAPES[:1] + SHAPES[2:] if kind is Normed else SHAPES)
+        count = draw.choice([1, 2, 3])
+        rate = draw.choice([0.02, 0.05])
+        sgd = lambda m, rate=rate: torch.optim.SGD(m.parameters(), lr=rate, momentum=0.5)  # noqa: E731
+        adamw = lambda m, rate=rate: torch.optim.AdamW(m.parameters(), lr=rate)  # noqa: E731
+        optimizer = draw.choice([sgd, adamw])
+        drains = {t: draw.random() < 0.5 for t in range(8) if draw.random() < 0.2}
+        layout = Layout(stages)
+        request = Request(module_of(kind), "training_step", flatten(rows(0, 1))[1], arguments=(0,), samples=SIZE)
+        capture = capture_step(request)
+        places = tuple(capture.graph.position(at) for at in cuts)
+        plan = Plan(tuple(StagePlan(at, ranks) for at, ranks in zip(("", *cuts), stages, strict=True)), count)
+        split = capture.split(places, policies=policies_of(plan, capture.graph, places))
+        modules = [module_of(kind) for _ in range(layout.ranks)]
+        fit = fit_of(capture, split, layout, modules, optimizer, policy, lambda t, count=count: rows(t, count), count)
+        losses = fit.run(8, drains)
+        stage_of = {name: part.stage for part in split.stages for name in part.parameters.values()}
+        wanted, module = by_autograd(kind, policy, count, 8, stage_of, optimizer, drains)
+        assert losses == pytest.approx(wanted, abs=1e-9)
+        for name, stage in stage_of.items():
+            for rank in stages[stage]:
+                torch.testing.assert_close(modules[rank].get_parameter(name), module.get_parameter(name))
+        for part in split.stages:
+            for name in part.mutations:
+                found = modules[stages[part.stage][0]].get_buffer(name)
+                torch.testing.assert_close(found, module.get_buffer(name))
+
+
+def test_a_program_that_takes_over_other_forwards_is_refused(
+    captured: Callable[[int], tuple[Capture, Split]],
+) -> None:
+    """A round of another plan, or a skipped batch, would read what is not there."""
+    capture, split = captured(2)
+    layout, policy = Layout(((0,), (1,))), POLICIES["pipedream"]
+    modules = [Numbers(2) for _ in range(2)]
+    fit = fit_of(
+        capture,
+        split,
+        layout,
+        modules,
+        lambda m: torch.optim.SGD(m.parameters()),
+        "pipedream",
+        lambda t: numbers(t, 2),
+        2,
+    )
+    seam = policy.seam(layout, 2, enters=(1, 0), following=(2,))
+    program = verify(lower(policy.order(layout, seam), layout=layout, sizes=(2,) * 3, traffic=split.traffic, seam=seam))
+    with pytest.raises(PipelineError, match="takes over forwards"):
+        fit._round(program, 1, 3)
+
+
+def test_what_no_backward_reads_is_not_copied_and_copies_are_used_again(
+    captured: Callable[[int], tuple[Capture, Split]],
+) -> None:
+    """The first of a chain of factors needs no gradient of its input, so its backward reads no weight."""
+    capture, split = captured(4)
+    layout = Layout(tuple((r,) for r in range(4)))
+    modules = [Numbers(4) for _ in range(4)]
+    fit = fit_of(
+        capture,
+        split,
+        layout,
+        modules,
+        lambda m: torch.optim.SGD(m.parameters(), lr=RATE),
+        "pipedream",
+        lambda t: numbers(t, 1),
+        1,
+    )
+    fit.run(20, {})
+    copies = [sum(len(x) for names in e.versions._buffers.values() for x in names.values()) for e in fit.executors]
+    assert copies == [0, 2, 1, 0]
