@@ -25,6 +25,7 @@ Gradients of one parameter are added within the micro-batch, then to `parameter.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -320,7 +321,7 @@ class Stage:
         self._held.pop(microbatch, None)
         self._pending.pop(microbatch, None)
 
-    def left(self, batch: int) -> tuple[str, ...]:
+    def left(self, batch: float = math.inf) -> tuple[str, ...]:
         """Name what is still held of the first micro-batches, as `micro-batch:value`; nothing after a program."""
         return tuple(f"{m}:{name}" for m, held in self._held.items() for name in held if m < batch)
 
