@@ -132,6 +132,7 @@ class DappleConfig:
     replan: bool = True
     start_method: str = "popen"
     weights: str | None = None
+    versions: str = "sync"
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
     restore: str = "auto"
@@ -177,6 +178,8 @@ class DappleConfig:
                 "found shard_optimizer='on' with post_validation=True, under which a rank may have to undo its own "
                 "optimizer step, but not those of others. Remove one of them."
             )
+        if self.versions != "sync":
+            self._check_versions()
         if self.restore == "none" and self.start_method != "popen":
             raise ConfigError(
                 f"found restore='none' with start_method={self.start_method!r}, whose processes end with the fit, and "
@@ -195,6 +198,17 @@ class DappleConfig:
                 f"expected one of the planners {', '.join(FOLLOW_LAYOUTS)}, or no layout."
             )
 
+    def _check_versions(self) -> None:
+        """Refuse options that rounds, whose forwards run ahead of their batch, do not have."""
+        others = {"post_validation": self.post_validation, "warmup": self.warmup, "cuda_graphs": self.cuda_graphs}
+        others["schedule"] = self.schedule not in (None, "1f1b")
+        others["stages_per_device"] = self.stages_per_device not in (None, 1)
+        if idle := [f"{name}={getattr(self, name)!r}" for name, is_set in others.items() if is_set]:
+            raise ConfigError(
+                f"found versions={self.versions!r} and {', '.join(idle)}; forwards of the next batch run ahead with "
+                "schedule='1f1b', one stage per rank and no CUDA graphs. Remove one of them."
+            )
+
     @property
     def replicas(self) -> tuple[int, ...] | None:
         """Return the ranks per stage that `layout` asks for, None if it asks for nothing."""
@@ -211,8 +225,10 @@ class DappleConfig:
         if self.schedule is not None and _is_file(self.schedule):
             order = format_order(load_csv(self.schedule))
             return Constraints(self.microbatches, order=order, memory_policies=EXECUTED, shard_optimizer=self._sharding)
-        schedule = "1f1b" if self.warmup is not None else self.schedule
-        constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=EXECUTED)
+        is_ahead = self.versions != "sync"
+        schedule = "1f1b" if self.warmup is not None or is_ahead else self.schedule
+        policies = EXECUTED - {"offload"} if is_ahead else EXECUTED
+        constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
         return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
     @property
@@ -345,6 +361,7 @@ _RULES = {
     "replan": _Rule(bool, "true or false"),
     "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
     "weights": _Rule(str, "the path of a file or directory of weights"),
+    "versions": _choice(("sync", "pipedream", "2bw")),
     "save_distributed_checkpoint": _Rule(bool, "true or false"),
     "async_checkpoint": _Rule(bool, "true or false"),
     "restore": _choice(("auto", "all", "first", "none")),

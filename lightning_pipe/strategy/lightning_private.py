@@ -17,6 +17,7 @@ fit_loop.epoch_loop._broadcast_sigterm_tensor           asks rank 0 before every
                                     default group and without a deadline; ours asks over connections that are
                                     watched (newer than the oldest Lightning that we support)
 a warning of _ResultCollection      recommends sync_dist=True, which does nothing here
+_PrefetchDataFetcher.batches, fit_loop._data_fetcher    batches that are fetched before their turn
 _Loop._load_from_state_dict         gives the trainer of a notebook the progress that other processes have made
 LightningModule._on_before_batch_transfer     calls the user's hook with the batch; skipped where there is no batch
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as limit_threads
     from lightning.fabric.utilities.optimizer import _optimizer_to_device as optimizer_to_device
+    from lightning.pytorch.loops.fetchers import _DataFetcher as DataFetcher
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
     from lightning.pytorch.loops.loop import _Loop as Loop
     from lightning.pytorch.loops.optimization.automatic import Closure
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization as AutomaticOptimization
@@ -94,6 +97,8 @@ else:
     ForkLauncher = lightning_module("pytorch.strategies.launchers.multiprocessing")._MultiProcessingLauncher
     ScriptLauncher = lightning_module("pytorch.strategies.launchers.subprocess_script")._SubprocessScriptLauncher
     call_strategy_hook = lightning_module("pytorch.trainer.call")._call_strategy_hook
+    DataFetcher = lightning_module("pytorch.loops.fetchers")._DataFetcher
+    PrefetchDataFetcher = lightning_module("pytorch.loops.fetchers")._PrefetchDataFetcher
 
 __all__ = [
     "AutomaticOptimization",
@@ -461,3 +466,52 @@ def _holds(batch: Any, kind: type) -> bool:
     if isinstance(batch, (list, tuple)):
         return any(_holds(item, kind) for item in batch)
     return isinstance(batch, kind)
+
+
+NO_BATCH = object()
+
+
+class _AheadFetcher(PrefetchDataFetcher):
+    """Lightning's fetcher, which can be asked for batches before their turn."""
+
+    def peek(self, place: int) -> Any:
+        """Return the batch that comes `place` batches later; NO_BATCH if there is none."""
+        while len(self.batches) <= place and not self.done:
+            try:
+                batch = DataFetcher.__next__(self)
+            except StopIteration:
+                self.done = not self.batches
+                break
+            if self.length is not None:  # batches are counted when their turn comes
+                self.fetched, self.done = self.fetched - 1, False
+                if self.fetched + len(self.batches) + 1 > self.length:
+                    break
+            self.batches.append(batch)
+        return self.batches[place][0] if place < len(self.batches) else NO_BATCH
+
+    def __next__(self) -> Any:
+        if self.length is None or not self.batches:
+            return super().__next__()
+        self.fetched += 1
+        self.done = self.fetched >= self.length
+        return self.batches.pop(0)
+
+
+def can_peek(trainer: pl.Trainer) -> bool:
+    """Return whether training batches can be fetched before their turn."""
+    return type(trainer.fit_loop._data_fetcher) in (PrefetchDataFetcher, _AheadFetcher)
+
+
+def peek_at(trainer: pl.Trainer, place: int) -> Any:
+    """Return the training batch that comes `place` batches after the next one; NO_BATCH if there is none."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    if type(fetcher) is PrefetchDataFetcher:
+        fetcher.__class__ = _AheadFetcher
+    return fetcher.peek(place) if isinstance(fetcher, _AheadFetcher) else NO_BATCH
+
+
+def put_ahead(trainer: pl.Trainer, place: int, batch: Any) -> None:
+    """Let the trainer have another object in the place of a batch that was peeked at."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    _, *rest = fetcher.batches[place]
+    fetcher.batches[place] = (batch, *rest)

@@ -36,7 +36,14 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import wrong_answer
 from lightning_pipe.strategy.steps.runner import Runner
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
-from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult, StepSaid
+from lightning_pipe.strategy.steps.step_calls import (
+    TRAINING,
+    FollowingBatch,
+    RunOptions,
+    StepRequest,
+    StepResult,
+    StepSaid,
+)
 from lightning_pipe.strategy.steps.step_capture import RankSetup
 from lightning_pipe.strategy.steps.step_runtime import RankStep
 from lightning_pipe.strategy.steps.uncaptured import UncapturedSteps
@@ -79,6 +86,7 @@ class Pipeline:
             setup.links,
             weights=setup.weights,
             later=later,
+            versions=setup.config.versions,
             cuts_as_told=setup.config.cuts_as_told,
             batch_dim=setup.config.batch_dim,
             device=setup.device,
@@ -253,7 +261,22 @@ class Pipeline:
             return self._replayed(call, samples, f"the answer to the question at {guard.line} has changed", traced)
         return skipping, self._cuts.sizes(skipping.capture, samples)
 
+    @property
+    def lookahead(self) -> int:
+        """Return how many batches behind the one at hand may be needed."""
+        planned = self._preparation.planned
+        return 0 if planned is None else self.runner.rounds.lookahead(planned.plan)
+
+    def _known_batch(self, batch: FollowingBatch) -> FollowingBatch:
+        """Return a batch that follows with what is known of its step."""
+        call = batch.call
+        samples = self._cuts.samples(call.structure)
+        step = next((step for step in self._known.steps_like(call) if not step.misfit(call)), None)
+        sizes = () if step is None else self._cuts.sizes(step.capture, samples)
+        return replace(batch, step=step if sizes else None, sizes=sizes, cut=self._cuts.leaves_cut(call.structure))
+
     def _run(self, step: RankStep, sizes: tuple[int, ...], call: StepRequest, turn: RunOptions) -> StepResult:
+        turn = replace(turn, following=tuple(map(self._known_batch, turn.following)))
         return self.runner.run(step, call, turn, sizes=sizes, cut=self._cuts.leaves_cut(call.structure))
 
     def _replayed(

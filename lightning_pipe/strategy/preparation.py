@@ -46,6 +46,7 @@ from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
+from lightning_pipe.strategy.steps.rounds import refuse_rounds
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
@@ -344,16 +345,22 @@ class Preparation:
         agree(self.setup.links, {"captured graph": graph.fingerprint})
         if captured.request.method == TRAINING:
             check_written(captured.capture, self.setup.module, microbatches=plan.microbatches, layout=plan.layout)
+        plan = plan if captured.capture.is_sliceable else in_turns(plan)
+        split, versions = self.split(captured, cuts), self.setup.config.versions
+        is_ahead = self._later is not None or versions != "sync"
+        if versions != "sync" and captured.request.method == TRAINING:
+            pairs = zip(split.traffic.buckets, split.bucket_parameters, strict=True)
+            refuse_rounds(plan, versions=versions, ties=[n for b, names in pairs if len(b.stages) > 1 for n in names])
         return RankStep(
             captured,
-            self.split(captured, cuts),
-            plan=plan if captured.capture.is_sliceable else in_turns(plan),
+            split,
+            plan=plan,
             links=self.setup.links,
             weights=self.setup.weights,
             device=self.setup.device,
             host=self.host,
             compilation=self._compilation,
-            early=self._later is not None and captured.request.method == TRAINING and captured.capture.can_run_ahead,
+            early=is_ahead and captured.request.method == TRAINING and captured.capture.can_run_ahead,
         )
 
     def cuts_of(self, graph: Graph) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
+from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
@@ -68,6 +69,7 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
 from lightning_pipe.strategy.steps.step_calls import (
     TRAINING,
+    FollowingBatch,
     RunOptions,
     StepRequest,
     StepResult,
@@ -135,6 +137,9 @@ class Session:
         self._metrics = MetricsAlone()
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
+        self._ahead = AheadBatches(module, self._receive_ahead)
+        self._at_hand: AheadBatch | None = None
+        self._continues = False  # whether the batch at hand was looked at before its turn
         self._first_steps: FirstSteps | None = None
         self._watched: StepWatch | None = None
         self._log: PipeLog | None = None  # of rank 0, in a fit
@@ -246,7 +251,8 @@ class Session:
         return 0 if self._later is None else self._later.taken_back
 
     def settle(self) -> None:
-        """Have weights that stay, before anybody else reads them."""
+        """Have weights that stay, before anybody else reads them; on all ranks together."""
+        self._pipeline.runner.rounds.give_up()
         if self._later is not None:
             self._later.settle()
 
@@ -326,6 +332,47 @@ class Session:
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
+        if isinstance(batch, AheadBatch):
+            self._shared, self._continues, self._at_hand = batch.taken(), True, batch
+            return batch.content
+        self._continues = False
+        return self._received(batch, transfer)
+
+    def _receive_ahead(self, batch: Any) -> tuple[Any, Structure]:
+        """Return a batch that follows, on the device, and its structure."""
+        shared = self._shared
+        batch = self._plugin.convert_input(batch)
+        self._received(batch, lambda loaded: private.transfer(self._module, loaded, self._device))
+        assert self._shared is not None, "received just now"
+        received, self._shared = self._shared, shared
+        return received
+
+    def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
+        """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
+        count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
+        if not count or self._why_not_ahead:
+            return ()
+        following = []
+        for k, batch in enumerate(self._ahead.look(count), start=1):
+            tensors = tuple(flatten(batch.content)[0])
+            present = tensors if self._feed.loads else None
+            call = StepRequest(
+                TRAINING, batch.structure, tuple(x + k for x in arguments), tensors=present, holder=self._feed.source
+            )
+            leaves = (None,) * len(tensors) if present is None else present
+            following.append(FollowingBatch(call, leaves, number + k, weight))
+        return tuple(following)
+
+    @property
+    def _why_not_ahead(self) -> str:
+        """Return why no batches are looked at before their turn; "" if they may be."""
+        if not self._pipeline.lookahead:
+            return ""
+        if not self._moves_plainly():
+            return "hooks of the module or the data module run when a batch is transferred to the device"
+        return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"
+
+    def _received(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         loaded = batch
         if self._feed.loads:
             batch = transfer(batch)
@@ -353,11 +400,17 @@ class Session:
         present = tuple(tensors) if self._feed.loads else None
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         recording = self._recording_of(call) if method == TRAINING else None
+        weight = weight * self._loss_scale.factor if method == TRAINING else weight
+        if self._continues and self._at_hand is not None and self._feed.loads:
+            self._at_hand.check()
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
-            weight=weight * self._loss_scale.factor if method == TRAINING else weight,
+            weight=weight,
             synchronise=synchronise,
+            following=self._following(number, weight, arguments) if method == TRAINING else (),
+            continues=self._continues,
+            why_not_ahead=self._why_not_ahead if method == TRAINING else "",
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
             leave_sums=method == TRAINING and recording is None and self._may_step_in_parts(),
@@ -561,6 +614,8 @@ class Session:
             self._left = LeftByHooks(self._module, self._links.control, self._feed, device=self._device)
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
+        elif self._pipeline.lookahead and self._left is None:
+            private.skip_hook_before_transfer(self._module, AheadBatch)
         elif self._left is not None:
             private.note_before_transfer(self._module, self._left.begin)
         if self._links.control.ranks > 1 and not self._is_summarised:  # by the whole module, which no rank has
@@ -641,4 +696,5 @@ def _plans_again(config: DappleConfig) -> bool:
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
     """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
-    return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
+    is_compared = ranks > 1 and config.costs == "measured" and config.versions == "sync"
+    return config.trace is not None or config.report is not None or is_compared

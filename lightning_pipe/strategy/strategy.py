@@ -164,6 +164,7 @@ class DappleStrategy(ParallelStrategy):
         replan: bool = True,
         start_method: str = "popen",
         weights: str | os.PathLike[str] | None = None,
+        versions: str = "sync",
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
         restore: str = "auto",
@@ -359,7 +360,7 @@ class DappleStrategy(ParallelStrategy):
         self._stopwatch.lap("processes")
         self._feed = Feed(
             self._links.control,
-            ahead=self.config.post_validation,
+            ahead=self.config.post_validation or self.config.versions != "sync",
             device=self.root_device,
             watch=self._links.watch,
             connected=self._control,

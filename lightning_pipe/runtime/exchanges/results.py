@@ -220,7 +220,7 @@ class Results:
     def _places(self, name: str, program: Program) -> Iterator[_Place]:
         """List the slices of an output in order of micro-batch and samples."""
         stage = self._split.owners[name]
-        for microbatch, size in enumerate(program.sizes):
+        for microbatch, size in enumerate(program.sizes[: program.batch]):
             for replica, rank in enumerate(self._layout.stages[stage]):
                 samples = self._layout.samples(stage, replica, microbatch, size)
                 if len(samples):
@@ -283,7 +283,9 @@ class Results:
         if any(not isinstance(content, torch.Tensor) for content in contents):
             return contents[0]
         if value.combine == "cat" and value.batch_dim is None and len(pieces) > 1:
-            raise _no_rows(value.name, f"it has {len(pieces)} slices of a batch of {sum(program.sizes)}")
+            raise _no_rows(
+                value.name, f"it has {len(pieces)} slices of a batch of {sum(program.sizes[: program.batch])}"
+            )
         parts = [
             (piece.samples, content)
             for piece, content in zip(pieces, contents, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,8 +29,9 @@ from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
 from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, unequally_divided, uneven
+from lightning_pipe.strategy.steps.rounds import Rounds, chained
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
-from lightning_pipe.strategy.steps.step_calls import TRAINING, RunOptions, StepRequest, StepResult
+from lightning_pipe.strategy.steps.step_calls import TRAINING, FollowingBatch, RunOptions, StepRequest, StepResult
 from lightning_pipe.strategy.steps.step_runtime import RankStep
 
 
@@ -40,11 +42,13 @@ class Runner:
         links: to the other ranks.
         weights: where parameters live.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
+        versions: policy of weight versions.
         cuts_as_told: whether the user has said into how many micro-batches batches are cut.
         batch_dim: dimension of the batch's tensors along which samples lie.
         device: where this rank computes.
 
     Attributes:
+        rounds: what runs ahead of its batch.
         seed: seed of random numbers.
         reduced: whether the gradients of the last training step are sums over ranks.
     """
@@ -55,12 +59,14 @@ class Runner:
         *,
         weights: Weights,
         later: PostValidation | None,
+        versions: str = "sync",
         cuts_as_told: bool,
         batch_dim: int,
         device: torch.device,
     ) -> None:
         self._links, self._weights, self._later = links, weights, later
         self._cuts_as_told, self._batch_dim, self._device = cuts_as_told, batch_dim, device
+        self.rounds = Rounds(versions, links)
         self.seed = 0
         self._trained = 0
         self.reduced = False
@@ -84,7 +90,15 @@ class Runner:
             cut: which leaves of the batch are cut into samples.
         """
         training = call.method == TRAINING and step.has_loss
-        program = step.program(sizes, synchronise=turn.synchronise, training=training)
+        reads_numbers = step.prepare(call)
+        round_ = self.rounds.begin(step, sizes, turn, training=training, reads_numbers=reads_numbers)
+        program = step.program(
+            round_.sizes,
+            synchronise=turn.synchronise,
+            training=training,
+            seam=round_.seam,
+            policy=self.rounds.policy,
+        )
         if self._later is not None and not step.early:
             self._later.settle()
         step.refresh(self._trained)
@@ -100,10 +114,11 @@ class Runner:
             step=turn.number,
             batch_dim=self._batch_dim,
             is_skipped=call.method == TRAINING and not training,
+            samples=sum(sizes),
+            following=self._following(step, round_.following),
         )
         peak = PeakMemory(self._device) if turn.measure_memory else None
         before = self._state_bytes() if turn.measure_memory else 0
-        step.prepare(call)
         if step.capture.plays is not None:
             step.capture.plays.cut(sizes)
         with peak or contextlib.nullcontext(), self._weights.buffers_known(step.split, program.layout):
@@ -147,6 +162,18 @@ class Runner:
             lasts,
             collected.votes["late"] > 0,
         )
+
+    def _following(self, step: RankStep, batches: Sequence[FollowingBatch]) -> BatchInput | None:
+        """Return the jobs of batches whose forwards begin in this round, one behind the other."""
+        jobs = []
+        for batch in batches:
+            leaves, cut = step.capture.with_totals(
+                batch.tensors, cut=batch.cut, sizes=batch.sizes, buffers=step.buffers
+            )
+            offsets = tuple(sum(batch.sizes[:m]) for m in range(len(batch.sizes)))
+            job = BatchInput(leaves, cut, offsets, batch.weight, self.seed, batch.number, self._batch_dim)
+            jobs.append(replace(job, samples=sum(batch.sizes)))
+        return chained(jobs)
 
     def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:
         """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.

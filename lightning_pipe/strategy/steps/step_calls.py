@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.lightning_names import Precision
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.start.on_device import run_on_device
+
+if TYPE_CHECKING:
+    from lightning_pipe.strategy.steps.step_runtime import RankStep
 
 TRAINING = "training_step"
 
@@ -56,6 +59,29 @@ class StepRequest:
 
 
 @dataclass(frozen=True)
+class FollowingBatch:
+    """A training batch behind the one at hand.
+
+    Attributes:
+        call: of its step.
+        tensors: leaves of the batch; None in their place on ranks that do not load.
+        number: as of `RunOptions`.
+        weight: as of `RunOptions`.
+        step: that takes it; None if that is not known.
+        sizes: samples of its micro-batches.
+        cut: which leaves are cut into samples.
+    """
+
+    call: StepRequest
+    tensors: tuple[Content | None, ...]
+    number: int
+    weight: float
+    step: RankStep | None = None
+    sizes: tuple[int, ...] = ()
+    cut: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """What is special about one run.
 
@@ -67,6 +93,9 @@ class RunOptions:
         record: whether a timeline is wanted.
         measure_memory: whether memory is measured, which makes the step slow.
         leave_sums: whether sums may be left under way, for which `Runner.land` waits.
+        following: batches that follow, where forwards may run ahead.
+        continues: whether the batch was the first of those that followed the last.
+        why_not_ahead: why no batches may be looked at before their turn; "" if they may.
         stop: says whether this rank is asked to stop; all hear of it with the results.
         confirm: called before this rank waits for another one, and before results are used: raises if its batch is not
             that of the other ranks.
@@ -79,6 +108,9 @@ class RunOptions:
     record: bool = False
     measure_memory: bool = False
     leave_sums: bool = False
+    following: tuple[FollowingBatch, ...] = ()
+    continues: bool = False
+    why_not_ahead: str = ""
     stop: Callable[[], bool] = bool
     confirm: Callable[[], None] = lambda: None
 

@@ -24,7 +24,7 @@ from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.text_fields import texts
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import AnyCompute, Layout, Program, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Layout, Program, Seam, VerifiedProgram
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
@@ -39,6 +39,7 @@ from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
 from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.parameters.weights import Placement, Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.compilation import Compilation
@@ -116,7 +117,7 @@ class RankStep:
             carrier=torch.device("cpu") if is_on_host and beside is not None else device,
             sums=None if is_on_host else beside or transport,
         )
-        self._programs: dict[tuple[tuple[int, ...], bool], VerifiedProgram] = {}
+        self._programs: dict[tuple[tuple[int, ...], bool, Seam | None], VerifiedProgram] = {}
         self._most_messages: dict[int, int] = {}  # by the identity of a program
 
     def misfit(self, call: StepRequest) -> str:
@@ -160,16 +161,54 @@ class RankStep:
         """Return whether the step gives a loss."""
         return self.capture.record.loss is not None
 
-    def prepare(self, call: StepRequest) -> None:
-        """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything."""
+    @property
+    def layout(self) -> Layout:
+        """Return the ranks of its stages."""
+        return self._plan.layout
+
+    @property
+    def why_not_ahead(self) -> str:
+        """Return why no forwards may run ahead of the step's batch; "" if they may."""
+        if not self.capture.can_run_ahead:
+            return "its Python is replayed"
+        if guards := self.capture.record.guards:
+            return f"it decides by numbers of the batch at {guards[0].line}"
+        return ""
+
+    def prepare(self, call: StepRequest) -> bool:
+        """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything.
+
+        Returns:
+            Whether there are numbers.
+        """
         if numbers := self.capture.begin(call.arguments, call.structure.template):
             self._numbers[: len(numbers)].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+        return bool(numbers)
 
-    def program(self, sizes: tuple[int, ...], *, synchronise: bool, training: bool) -> VerifiedProgram:
-        """Return the proved program for micro-batches of these sizes, agreed on and connected."""
-        key = (sizes, synchronise and training)
+    def program(
+        self,
+        sizes: tuple[int, ...],
+        *,
+        synchronise: bool,
+        training: bool,
+        seam: Seam | None = None,
+        policy: WeightPolicy | None = None,
+    ) -> VerifiedProgram:
+        """Return the proved program for micro-batches of these sizes, agreed on and connected.
+
+        Args:
+            sizes: samples of the micro-batches.
+            synchronise: whether gradients are summed.
+            training: whether there is a backward.
+            seam: how a round joins those before and after it.
+            policy: that decides its order.
+        """
+        key = (sizes, synchronise and training, seam)
         if key not in self._programs:
-            program = self._lowered(sizes, synchronise, training, join=planned_join(self._plan))
+            if seam is not None and policy is not None:
+                program = self._round(sizes, synchronise, seam, policy)
+            else:
+                program = self._lowered(sizes, synchronise, training, join=planned_join(self._plan))
             if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
                 rank_zero_warn(
                     f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
@@ -201,6 +240,14 @@ class RankStep:
             ),
             launches=self._links.transport.launches,
         )
+
+    def _round(self, sizes: tuple[int, ...], synchronise: bool, seam: Seam, policy: WeightPolicy) -> VerifiedProgram:
+        layout, traffic = self._plan.layout, self.split.traffic
+        order = policy.order(layout, seam)
+        program = lower(
+            order, layout=layout, sizes=sizes, traffic=traffic, synchronise=synchronise, publishes=True, seam=seam
+        )
+        return verify(program, launches=self._links.transport.launches)
 
     def most_messages(self, program: VerifiedProgram) -> int | None:
         """Return how many messages may be under way beside a compute; None where the host sees them land."""

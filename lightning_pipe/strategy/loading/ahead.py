@@ -1,0 +1,85 @@
+"""Training batches that are fetched and moved to the device before their turn, so that forwards may run ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_pipe.capture import Structure, flatten
+from lightning_pipe.errors import BatchError
+from lightning_pipe.lightning_names import pl
+from lightning_pipe.strategy import lightning_private as private
+from lightning_pipe.strategy.loading.batch_loading import Awaited
+
+
+class AheadBatch(Awaited):
+    """Stand, until its turn, for a batch that is on the device already.
+
+    Attributes:
+        content: the batch.
+        structure: its structure, as all ranks know it.
+    """
+
+    def __init__(self, content: Any, structure: Structure) -> None:
+        self.content, self.structure = content, structure
+        self._written = _versions(content)
+
+    def taken(self) -> tuple[Any, Structure]:
+        """Return the batch at its turn."""
+        return self.content, self.structure
+
+    def check(self) -> None:
+        """Refuse a batch whose tensors have changed since forwards may have run on them.
+
+        Raises:
+            BatchError: if they have.
+        """
+        if _versions(self.content) != self._written:
+            raise BatchError(
+                "A hook has changed tensors of a batch after its transfer to the device, when forwards of it had run "
+                "already, as `versions` lets them. Change batches in on_after_batch_transfer, or set versions='sync'."
+            )
+
+
+def _versions(batch: Any) -> list[tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in flatten(batch)[0] if isinstance(tensor, torch.Tensor)]
+
+
+@dataclass
+class AheadBatches:
+    """The batches behind the one at hand, of one fit.
+
+    Args:
+        module: whose trainer fetches batches.
+        receive: returns a batch on the device and its structure, as all ranks know it; on all ranks together.
+    """
+
+    module: pl.LightningModule
+    receive: Callable[[Any], tuple[Any, Structure]]
+
+    def look(self, count: int) -> list[AheadBatch]:
+        """Return the next batches, at most so many; on all ranks together."""
+        batches: list[AheadBatch] = []
+        for place in range(count):
+            batch = private.peek_at(self.module.trainer, place)
+            if batch is private.NO_BATCH:
+                break
+            if not isinstance(batch, AheadBatch):
+                batch = AheadBatch(*self.receive(batch))
+                private.put_ahead(self.module.trainer, place, batch)
+            batches.append(batch)
+        return batches
+
+
+def batches_left(trainer: pl.Trainer) -> int:
+    """Return how many training batches may follow the one at hand before something else does."""
+    loop = trainer.fit_loop
+    batch, every = loop.epoch_loop.batch_progress.current.ready - 1, trainer.accumulate_grad_batches
+    left = loop.max_batches - 1 - batch
+    if trainer.max_steps >= 0:
+        steps = trainer.max_steps - trainer.global_step
+        left = min(left, steps * every - batch % every - 1)
+    return max(0, int(min(left, 1 << 30)))
