@@ -32,10 +32,9 @@ from lightning_pipe.runtime.waiting import drive_together
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES
+from models.number_chain import MOMENTUM, RATE, SIZE, Batch, Drains, Numbers, numbers, recursion, round_of_forward
 
-CPU, SIZE, WIDTH, RATE, MOMENTUM = torch.device("cpu"), 2, 4, 0.01, 0.9
-Batch = tuple[torch.Tensor, torch.Tensor]
-Drains = dict[int, bool]  # by round: whether its forwards ahead are given up (else none ran ahead)
+CPU, WIDTH = torch.device("cpu"), 4
 
 
 @dataclass
@@ -119,75 +118,6 @@ def fit_of(
     ]
     assert capture.record.loss is not None
     return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches)
-
-
-class Numbers(pl.LightningModule):
-    """A chain of factors."""
-
-    def __init__(self, stages: int) -> None:
-        super().__init__()
-        first = [torch.tensor(1 - 0.05 * s, dtype=torch.float64) for s in range(stages)]
-        self.w = nn.ParameterList(map(nn.Parameter, first))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        h, y = batch
-        for w in self.w:
-            h = w * h
-        return (0.5 * (h - y) ** 2).mean()
-
-
-def number(i: int) -> tuple[float, float]:
-    """Return input and target of micro-batch i."""
-    x = 1 + 0.1 * ((7 * i) % 5)
-    return x, 0.5 * x
-
-
-def numbers(t: int, count: int) -> Batch:
-    """Return a batch of a chain of factors, whose micro-batches have equal samples."""
-    rows = [number(t * count + m) for m in range(count) for _ in range(SIZE)]
-    x, y = torch.tensor(rows, dtype=torch.float64).T
-    return x.contiguous(), y.contiguous()
-
-
-def round_of_forward(i: int, ahead: int, count: int, drains: Drains) -> int:
-    """Return in which round the forward of micro-batch i runs for good, where the pipeline was empty now and then."""
-    own = i // count
-    empty = max((t + 1 for t in drains if t + 1 <= own), default=0)
-    return max(max(0, i - ahead) // count, empty)
-
-
-def recursion(policy: str, stages: int, count: int, rounds: int, drains: Drains) -> tuple[list[float], list[float]]:
-    """Return losses and last weights by the definition of a policy, with momentum."""
-    w, v, losses = [[1 - 0.05 * s] for s in range(stages)], [[0.0] for _ in range(stages)], list[float]()
-    ahead = POLICIES[policy].ahead(Layout(tuple((r,) for r in range(stages))), count)
-    for b in range(rounds):
-        loss, gradients = 0.0, [0.0] * stages
-        for i in range(b * count, (b + 1) * count):
-            x, y = number(i)
-            began = [round_of_forward(i, depth, count, drains) for depth in ahead]
-            if policy == "2bw":  # what was current where its batch began
-                began = [round_of_forward(b * count, ahead[0], count, drains)] * stages
-            read = [w[s][began[s]] for s in range(stages)]
-            if policy == "spectrain":
-                read = [w[s][began[s]] - RATE * (stages - 1 - s + s // 2) * v[s][began[s]] for s in range(stages)]
-            inputs = [x]
-            for factor in read:
-                inputs.append(inputs[-1] * factor)
-            loss += 0.5 * (inputs[-1] - y) ** 2 / count
-            back = {"stale": [w[s][b] for s in range(stages)], "deep": [w[s][b] for s in range(stages)]}.get(
-                policy, read
-            )
-            if policy == "spectrain":
-                back = [w[s][b] - RATE * (s // 2) * v[s][b] for s in range(stages)]
-            above = (inputs[-1] - y) / count
-            for s in reversed(range(stages)):
-                gradients[s] += above * inputs[s]
-                above *= back[s]
-        losses.append(loss)
-        for s in range(stages):
-            v[s].append(MOMENTUM * v[s][-1] + gradients[s])
-            w[s].append(w[s][-1] - RATE * v[s][-1])
-    return losses, [row[-1] for row in w]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,234 @@
+"""Laws of fits whose pipeline is not flushed (`versions`): weights are those of a recursion, all else is as ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_pipe.errors import BatchError, ConfigError, PipeError
+from models.number_chain import MOMENTUM, RATE, SIZE, Drains, Numbers, number, recursion
+from ranks.world import World
+from strategy.fits import Losses, dapple, make_trainer
+from strategy.small import Small
+
+BATCHES = 12
+
+
+class Pairs(Dataset[Any]):
+    """Samples of a chain of numbers: `SIZE` equal ones for every micro-batch."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.count = microbatches
+
+    def __len__(self) -> int:
+        return self.count * SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(torch.tensor(x, dtype=torch.float64) for x in number(index // SIZE))
+
+
+class Stream(IterableDataset[Any]):
+    """The same without a length."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.pairs = Pairs(microbatches)
+
+    def __iter__(self) -> Any:
+        return (self.pairs[i] for i in range(len(self.pairs)))
+
+
+class Chain(Numbers):
+    """A chain of numbers as a module of Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", super().training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+class Saves(pl.Callback):
+    """Write checkpoints after some batches."""
+
+    def __init__(self, folder: Path, after: tuple[int, ...]) -> None:
+        self.folder, self.after = folder, after
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx in self.after:
+            trainer.save_checkpoint(self.folder / f"{trainer.fit_loop.total_batch_idx}.ckpt")
+
+
+def plan_of(stages: int, count: int, folder: Path) -> str:
+    """Return a plan that cuts a chain between all factors."""
+    at = "".join(f"- {{at: '{'' if s == 0 else f'mul_{s}'}', ranks: [{s}]}}\n" for s in range(stages))
+    (path := folder / "plan.yaml").write_text(f"stages:\n{at}microbatches: {count}\nschedule: 1f1b\n")
+    return str(path)
+
+
+def train(
+    policy: str, stages: int, count: int, folder: Path, after: tuple[int, ...], options: dict[str, Any], stream: bool
+) -> tuple[list[float], list[float], int, list[str]]:
+    """Fit a chain of numbers; a worker function."""
+    module, losses = Chain(stages), Losses()
+    folder.mkdir(exist_ok=True)
+    strategy = dapple(plan=plan_of(stages, count, folder), versions=policy, cache="off")
+    trainer = make_trainer(
+        strategy, callbacks=[losses, Saves(folder, after)], num_sanity_val_steps=0, **{"max_epochs": 1, **options}
+    )
+    data = Stream(BATCHES * count) if stream else Pairs(BATCHES * count)
+    loader = DataLoader(data, batch_size=SIZE * count)
+    trainer.fit(module, loader, DataLoader(Pairs(4), batch_size=SIZE))
+    return losses.losses, [float(w.detach()) for w in module.w], trainer.global_step, []
+
+
+@pytest.mark.parametrize(
+    ("policy", "stages", "count", "after", "options", "stream"),
+    [
+        ("pipedream", 2, 2, (), {"val_check_interval": 3}, False),
+        ("pipedream", 3, 1, (4, 7), {"limit_val_batches": 0}, False),
+        ("pipedream", 3, 2, (), {"max_epochs": 2, "limit_val_batches": 0}, True),
+        ("2bw", 2, 2, (5,), {"limit_val_batches": 0}, True),
+        ("2bw", 3, 2, (), {"val_check_interval": 4, "max_steps": 10}, False),
+        ("pipedream", 2, 1, (), {"limit_train_batches": 8, "limit_val_batches": 0}, True),
+        pytest.param("2bw", 4, 4, (3, 6), {"max_epochs": 2}, False, marks=pytest.mark.slow),
+        pytest.param("pipedream", 4, 1, (3, 4), {"max_epochs": 2}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_weights_are_those_of_the_recursion(
+    policy: str, stages: int, count: int, after: tuple[int, ...], options: dict[str, Any], stream: bool, tmp_path: Path
+) -> None:
+    """Whatever validates in between; a checkpoint gives up what is in flight, an epoch's end is known before."""
+    epoch = options.get("limit_train_batches", BATCHES)
+    rounds = min(options.get("max_epochs", 1) * epoch, options.get("max_steps", 1 << 10))
+    drains: Drains = dict.fromkeys((t for t in after), True) | dict.fromkeys(range(epoch - 1, rounds, epoch), False)
+    arguments = (policy, stages, count, tmp_path, after, options, stream)
+    for losses, weights, steps, _ in World(stages).run(train, *arguments):
+        wanted, last = recursion(policy, stages, count, rounds, drains, repeats=epoch * count)
+        assert losses == pytest.approx(wanted, abs=1e-9)
+        assert weights == pytest.approx(last, abs=1e-9)
+        assert steps == rounds
+
+
+class Counting(Small):
+    """Its loss reads the number of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1.0 + batch_idx)
+
+
+class Moving(Small):
+    """A hook changes batches on the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] * 2.0, batch[1]
+
+
+class Asking(Small):
+    """It decides by what it computes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2.0 if loss > 0.5 else loss
+
+
+def fit_small(kind: type[Small], options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
+    """Fit a module of two layers; a worker function."""
+    module, losses = kind(), Losses()
+    make_trainer(
+        dapple(layout="1-1", microbatches=2, planner="uniform", **options), callbacks=[losses], max_epochs=1
+    ).fit(module, module.data())
+    return losses.losses, [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(Counting, {}), (Moving, {}), (Asking, {}), (Small, {"capture": "replay"})]
+)
+def test_what_cannot_run_ahead_is_flushed(kind: type[Small], options: dict[str, Any]) -> None:
+    """Such steps train as with versions='sync', and one sentence says so."""
+    (wanted, weights), _ = World(2).run(fit_small, kind, options)
+    for losses, found in World(2).run(fit_small, kind, {**options, "versions": "pipedream"}):
+        assert losses == wanted
+        assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+TIED = "stages:\n- {at: '', ranks: [0]}\n- {at: last, ranks: [1]}\nmicrobatches: 2\nschedule: 1f1b\n"
+
+
+class Tied(Small):
+    """Both layers have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.last.weight = self.first.weight
+
+
+def refused(kind: type[Small], options: dict[str, Any]) -> str:
+    """Return the refusal of a fit; a worker function."""
+    try:
+        module = kind()
+        make_trainer(dapple(**options), max_epochs=1).fit(module, module.data())
+    except PipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (Small, {"layout": "2", "microbatches": 1, "planner": "uniform"}, "data parallel training"),
+        (Tied, {"plan": TIED}, "trained by several stages"),
+    ],
+)
+def test_plans_that_cannot_run_ahead_are_refused(
+    kind: type[Small], options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """On every rank, with the way out."""
+    if "plan" in options:
+        (path := tmp_path / "plan.yaml").write_text(options["plan"])
+        options = {"plan": str(path)}
+    for error in World(2).run(refused, kind, {**options, "versions": "pipedream"}):
+        assert words in error and "versions='" in error
+
+
+@pytest.mark.parametrize("other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}])
+def test_options_that_rounds_do_not_have_are_refused(other: dict[str, Any]) -> None:
+    """Before anything starts."""
+    with pytest.raises(ConfigError, match="versions='2bw' and"):
+        dapple(versions="2bw", planner="dapple", **other)
+
+
+class Scales(pl.Callback):
+    """Change batches where they are loaded, when forwards may have run on them."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.is_global_zero:
+            batch[0].mul_(2.0)
+
+
+def fit_scaled() -> str:
+    """Fit with a callback that changes batches late; a worker function."""
+    try:
+        module = Small()
+        strategy = dapple(layout="1-1", microbatches=2, planner="uniform", versions="pipedream")
+        make_trainer(strategy, callbacks=[Scales()], max_epochs=1).fit(module, module.data())
+    except (PipeError, BatchError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_batch_that_changes_after_forwards_have_read_it_is_an_error() -> None:
+    """The rank that loads says so, and all ranks end."""
+    first, *others = World(2).run(fit_scaled)
+    assert "changed tensors of a batch" in first and all(others)
