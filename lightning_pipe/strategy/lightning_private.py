@@ -497,6 +497,12 @@ class _AheadFetcher(PrefetchDataFetcher):
         return self.batches.pop(0)
 
 
+def training_loaders(trainer: pl.Trainer) -> list[Any]:
+    """Return the loaders of a fit, once it has them."""
+    combined: CombinedLoader | None = trainer.fit_loop._combined_loader
+    return [] if combined is None else [*combined.flattened]
+
+
 def can_peek(trainer: pl.Trainer) -> bool:
     """Return whether training batches can be fetched before their turn."""
     return type(trainer.fit_loop._data_fetcher) in (PrefetchDataFetcher, _AheadFetcher)

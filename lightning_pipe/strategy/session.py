@@ -46,7 +46,7 @@ from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
-from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
@@ -370,6 +370,10 @@ class Session:
             return ""
         if not self._moves_plainly():
             return "hooks of the module or the data module run when a batch is transferred to the device"
+        if self._config.versions == "2bw" and self._module.trainer.accumulate_grad_batches > 1:
+            return "gradients are accumulated over batches, so the weights before the last update may be older"
+        if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
+            return "the loader has a state of its own, which checkpoints would write one batch ahead"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"
 
     def _received(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
