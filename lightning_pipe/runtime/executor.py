@@ -49,7 +49,7 @@ from lightning_pipe.runtime.milestones import MilestoneHandlers, milestone_handl
 from lightning_pipe.runtime.record import Recorder, clock_of
 from lightning_pipe.runtime.stage import Ahead, Slice, Slices, Stage, State, changed_by_several, slices_of
 from lightning_pipe.runtime.transport.protocol import Transport
-from lightning_pipe.runtime.versions import Flight, Versions
+from lightning_pipe.runtime.versions import InFlight, Versions
 from lightning_pipe.runtime.waiting import Wait, Walk, drive, drive_together
 
 
@@ -101,7 +101,7 @@ class Executor:
         self._state = state
         self._step = step
         self._slices: dict[int, Slices] = defaultdict(dict)
-        self._flight = Flight()
+        self._flight = InFlight()
         self.versions = Versions(self.stages)
         self._checked: VerifiedProgram | None = None
         self._transport = transport

@@ -79,8 +79,9 @@ class Versions:
                 free = [torch.empty_like(content, requires_grad=False)]
                 buffers[name] += free
             copies[name] = free[0]
-        if copies:
-            torch._foreach_copy_([*copies.values()], [x.detach() for x in contents.values()])
+        with torch.no_grad():
+            for name, content in contents.items():
+                copies[name].copy_(content)
         return copies
 
     def forget(self) -> None:
@@ -88,7 +89,7 @@ class Versions:
         self._older.clear()
 
 
-class Flight:
+class InFlight:
     """Forwards that ran ahead of their batch, between two rounds.
 
     Attributes:

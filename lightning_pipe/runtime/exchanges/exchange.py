@@ -89,7 +89,7 @@ class Exchange:
         if ahead is None or ahead.passed is None:
             self._mailbox.clear()
         else:
-            self._mailbox.pass_on(ahead.passed)
+            self._mailbox.pass_on(ahead.passed, posted=recorder.mark())
         self._sends.clear()
         self._receiving, self._is_queued = len(self._mailbox.left()), False
         if program is not self._program:

@@ -53,14 +53,14 @@ class Mailbox:
         letters = (letter for letters in self._letters.values() for letter in letters)
         return tuple(letter for letter in letters if batch is None or letter.message.microbatch < batch)
 
-    def pass_on(self, passed: int) -> None:
-        """Number letters anew once so many micro-batches have passed."""
+    def pass_on(self, passed: int, *, posted: Mark) -> None:
+        """Number letters anew once so many micro-batches have passed; they count as posted at a mark of this program."""
         left = self.left()
         self._letters.clear()
         for letter in left:
             message = replace(letter.message, microbatch=letter.message.microbatch - passed)
             if isinstance(letter, PendingReceive):
-                letter = replace(letter, receive=replace(letter.receive, message=message))
+                letter = replace(letter, receive=replace(letter.receive, message=message), posted=posted)
             self.put(replace(letter, message=message))
 
     def clear(self) -> None:
