@@ -54,7 +54,7 @@ class Mailbox:
         return tuple(letter for letter in letters if batch is None or letter.message.microbatch < batch)
 
     def pass_on(self, passed: int, *, posted: Mark) -> None:
-        """Number letters anew once so many micro-batches have passed; they count as posted at a mark of this program."""
+        """Number letters anew once so many micro-batches have passed; they count as posted at a mark of now."""
         left = self.left()
         self._letters.clear()
         for letter in left:
