@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,12 +28,18 @@ from lightning_pipe.foreign_names import (
     with_present_names,
 )
 from lightning_pipe.planner.problem import EXECUTED, Constraints, Sharding
-from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PLANNER_NAMES
+from lightning_pipe.planner.registry import FOLLOW_LAYOUTS, PlannerName
 from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.formats.torch_csv import load_csv
-from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS
-from lightning_pipe.schedule.registry import SCHEDULES
+from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS, Warmup
+from lightning_pipe.schedule.registry import SCHEDULES, ScheduleName
 from lightning_pipe.units import parse_bytes
+
+CostSource = Literal["measured", "counted"]
+CaptureMode = Literal["auto", "joint", "replay"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+WeightVersions = Literal["sync", "pipedream", "2bw"]
+RestoredRanks = Literal["auto", "all", "first", "none"]
 
 
 @dataclass(frozen=True)
@@ -103,16 +109,16 @@ class DappleConfig:
     """
 
     plan: str | None = None
-    planner: str = "auto"
+    planner: PlannerName = "auto"
     layout: str | None = None
-    schedule: str | None = None
+    schedule: ScheduleName | str | None = None
     stages_per_device: int | None = None
-    warmup: str | None = None
+    warmup: Warmup | str | None = None
     microbatches: int | None = None
-    costs: str = "measured"
+    costs: CostSource = "measured"
     cluster: str | None = None
     cache: str | None = None
-    capture: str = "auto"
+    capture: CaptureMode = "auto"
     check: bool = True
     recheck: bool = False
     witness: bool = True
@@ -126,18 +132,18 @@ class DappleConfig:
     report: str | None = None
     memory_limit: str | None = None
     keep_freed_memory: bool = True
-    shard_optimizer: str = "auto"
+    shard_optimizer: Sharding = "auto"
     measure_memory: bool = False
     trace: str | None = None
     timeline_steps: int = 5
     watch_every: int = 50
     replan: bool = True
-    start_method: str = "popen"
+    start_method: StartMethod = "popen"
     weights: str | None = None
-    versions: str = "sync"
+    versions: WeightVersions = "sync"
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
-    restore: str = "auto"
+    restore: RestoredRanks = "auto"
     verbose: bool = True
 
     def __post_init__(self) -> None:
@@ -244,7 +250,7 @@ class DappleConfig:
         """Return whether plans share optimizer state; those of ranks that run ahead do not, as a step may be undone."""
         if self.post_validation:
             return "off"
-        return cast("Sharding", self.shard_optimizer)
+        return self.shard_optimizer
 
     @property
     def memory_limits(self) -> Mapping[str, int]:
@@ -323,25 +329,25 @@ class _Rule(NamedTuple):
         return schedule_advice(str(value)) + expected_names(str(value), self.one_of, words=self.words.strip())
 
 
-def _choice(names: Collection[str]) -> _Rule:
-    return _Rule(str, "one of ", one_of=names)
+def _choice(words: Any) -> _Rule:
+    return _Rule(str, "one of ", one_of=get_args(words))
 
 
 _RULES = {
     "plan": _Rule(str, "the path of a plan file"),
-    "planner": _choice(PLANNER_NAMES),
+    "planner": _choice(PlannerName),
     "layout": _Rule(str, "ranks per stage joined by '-', such as '2-1'", pattern=r"[1-9]\d*(-[1-9]\d*)*"),
     "schedule": _Rule(str, "the path of a CSV file, or one of ", one_of=SCHEDULES, pattern=r".+\.csv"),
     "stages_per_device": _Rule(int, "an integer of at least 1", least=1),
     "warmup": _Rule(
         str, WARMUPS,
-        pattern=r"pa|pb|1f1b\*|[1-9]\d*(,[1-9]\d*)*",
+        pattern="|".join([*map(re.escape, get_args(Warmup)), r"[1-9]\d*(,[1-9]\d*)*"]),
     ),
     "microbatches": _Rule(int, "an integer of at least 1", least=1),
-    "costs": _choice(("measured", "counted")),
+    "costs": _choice(CostSource),
     "cluster": _Rule(str, "the path of a cluster file or the name of a preset"),
     "cache": _Rule(str, "the path of a directory, or 'off'"),
-    "capture": _choice(("auto", "joint", "replay")),
+    "capture": _choice(CaptureMode),
     "check": _Rule(bool, "true or false"),
     "recheck": _Rule(bool, "true or false"),
     "witness": _Rule(bool, "true or false"),
@@ -355,18 +361,18 @@ _RULES = {
     "deadline_s": _Rule(float, "a number of seconds of at least 1", least=1.0),
     "report": _Rule(str, "the path of an .html file, or of a directory, to write"),
     "memory_limit": _Rule(str, LIMITS),
-    "shard_optimizer": _choice(("auto", "on", "off")),
+    "shard_optimizer": _choice(Sharding),
     "measure_memory": _Rule(bool, "true or false"),
     "trace": _Rule(str, "the path of a file to write"),
     "timeline_steps": _Rule(int, "an integer of at least 1", least=1),
     "watch_every": _Rule(int, "an integer of at least 0", least=0),
     "replan": _Rule(bool, "true or false"),
-    "start_method": _choice(("popen", "spawn", "fork", "forkserver")),
+    "start_method": _choice(StartMethod),
     "weights": _Rule(str, "the path of a file or directory of weights"),
-    "versions": _choice(("sync", "pipedream", "2bw")),
+    "versions": _choice(WeightVersions),
     "save_distributed_checkpoint": _Rule(bool, "true or false"),
     "async_checkpoint": _Rule(bool, "true or false"),
-    "restore": _choice(("auto", "all", "first", "none")),
+    "restore": _choice(RestoredRanks),
     "verbose": _Rule(bool, "true or false"),
 }  # fmt: skip
 
@@ -465,7 +471,8 @@ def _converted(name: str, value: Any) -> Any:
 
 def hydra_schema() -> type:
     """Return the structured config of the presets: the fields of `DappleConfig` and the class that they make."""
-    hints = get_type_hints(DappleConfig)
+    hints: dict[str, Any] = {name: rule.kind | None for name, rule in _RULES.items()}  # OmegaConf knows no Literal
+    hints |= {f.name: _RULES[f.name].kind for f in fields(DappleConfig) if f.default is not None}
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
     lists = dict.fromkeys(_JOINED, Any)
     hints |= {"memory_limit": Any, "shard_optimizer": Any, **lists}  # a mapping, and what YAML makes of on and off

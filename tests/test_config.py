@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import lightning.pytorch as pl
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_pipe import DappleStrategy
-from lightning_pipe.config import DappleConfig, hydra_schema, read_config
+from lightning_pipe import DappleStrategy, compare, plan
+from lightning_pipe.cli.options import PRECISIONS, CompareOptions, PlanOptions
+from lightning_pipe.config import _RULES, DappleConfig, hydra_schema, read_config
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.foreign_names import _INSTEAD, schedule_name
 from lightning_pipe.planner.problem import EXECUTED, Constraints
+from lightning_pipe.planner.registry import PLANNER_NAMES, PLANNERS
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
@@ -30,6 +35,34 @@ def test_the_options_are_these():
 
 def test_nothing_set_gives_the_defaults():
     assert read_config({}) == DappleConfig()
+
+
+def typed_words(hint: Any) -> tuple[str, ...]:
+    """Return the words that editors complete: those of the `Literal` in a type."""
+    parts = get_args(hint)
+    return parts if get_origin(hint) is Literal else tuple(word for part in parts for word in typed_words(part))
+
+
+def test_the_typed_words_are_those_accepted():
+    own_schedules = {name for name in SCHEDULES if SCHEDULES[name].order.__module__.startswith("lightning_pipe.")}
+    accepted = {name: set(rule.one_of) for name, rule in _RULES.items()} | {"schedule": own_schedules}
+    typed = {name: typed_words(hint) for name, hint in get_type_hints(DappleConfig).items()}
+    assert all(_RULES["warmup"].holds(word) for word in typed["warmup"])
+    assert {name: set(words) for name, words in typed.items()} == accepted | {"warmup": {"pa", "pb", "1f1b*"}}
+    assert ("auto", *PLANNERS, "exhaustive") == PLANNER_NAMES
+
+
+@pytest.mark.parametrize(("function", "options"), [(plan, PlanOptions), (compare, CompareOptions)])
+def test_planning_from_python_has_the_types_of_the_strategy_and_the_defaults_of_the_command(function, options):
+    of_config, shown = get_type_hints(DappleConfig), inspect.signature(function).parameters
+    typed = {name: typed_words(hint) for name, hint in get_type_hints(function, localns={"pl": pl}).items()}
+    assert typed["precision"] == PRECISIONS
+    assert typed.get("planners", PLANNER_NAMES) == PLANNER_NAMES
+    shared = {name for name in typed if name in of_config}
+    assert shared >= {"costs", "schedule", "shard_optimizer"}
+    assert {name: typed[name] for name in shared} == {name: typed_words(of_config[name]) for name in shared}
+    for field in fields(options):
+        assert field.name not in shown or field.name == "planners" or shown[field.name].default == field.default
 
 
 def test_every_schedule_can_be_chosen():

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -118,7 +118,9 @@ class StepOptions:
         return Constraints()
 
 
-PRECISIONS = ("32-true", "16-true", "bf16-true", "bf16-mixed")  # the Trainer's that the strategy runs, except 64
+# those of the Trainer that the strategy runs, except 64
+PrecisionName = Literal["32-true", "16-true", "bf16-true", "bf16-mixed"]
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
 _OF_MODELS = ("model_args", "batch", "precision", "batch_dim", "costs", "compile", "cache")
 _OF_PROFILES = ("profile_samples", "profile_layers", "saved_bytes_per_sample")
 _LEAST = {

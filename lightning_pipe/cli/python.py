@@ -14,26 +14,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
-from lightning_pipe.cli.options import CompareOptions, PlanOptions, WishedOptions, options_of
+from lightning_pipe.cli.options import CompareOptions, PlanOptions, PrecisionName, WishedOptions, options_of
 from lightning_pipe.cli.problem import problem_of
 from lightning_pipe.cli.tables import rank_table
+from lightning_pipe.config import CostSource
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import save_yaml
 from lightning_pipe.errors import ConfigError, PipeError
 from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged
-from lightning_pipe.planner.problem import Problem
-from lightning_pipe.planner.registry import PLANNER_NAMES, propose
+from lightning_pipe.planner.problem import Problem, Sharding
+from lightning_pipe.planner.registry import PLANNER_NAMES, PlannerName, propose
 from lightning_pipe.report import explain, html_page
+from lightning_pipe.schedule.registry import ScheduleName
 
 if TYPE_CHECKING:
     from lightning_pipe.lightning_names import pl
-
-PlannerName = Literal["auto", "dapple", "spp", "madpipe", "dawnpiper", "pipedream", "bapipe", "uniform", "exhaustive"]
-Precision = Literal["32-true", "16-true", "bf16-true", "bf16-mixed"]
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,14 @@ def plan(
     model: str | pl.LightningModule | Callable[[], pl.LightningModule] | None = None,
     *,
     planner: PlannerName = "auto",
+    schedule: ScheduleName | str | PathLike[str] | None = None,
     cluster: str | PathLike[str] | None = None,
     ranks: int | None = None,
     samples: int | None = None,
     batch: Any = None,
-    precision: Precision = "32-true",
+    precision: PrecisionName = "32-true",
+    costs: CostSource = "counted",
+    shard_optimizer: Sharding = "auto",
     **options: Any,
 ) -> PlannedStep:
     """Plan a step for devices that need not be at hand; nothing is trained.
@@ -116,11 +118,14 @@ def plan(
         model: what is trained: a module, a function that returns one, "package.module:name", or "gpt-13b" and the like;
             None if `profile=` names a published profile.
         planner: who plans; "auto" asks all, and takes what the simulator finds best.
+        schedule: order of the passes, or a CSV file of one; by default the planner chooses.
         cluster: devices: preset or file of a cluster.
         ranks: instead of a cluster, the number of equal nominal devices.
         samples: of an optimizer step, over all ranks; by default those of the batch.
         batch: a batch, or "package.module:name" of a function that returns one; by default the model's own.
         precision: numeric precision, as of the Trainer.
+        costs: cost of the model's operations: counted, or measured on this machine.
+        shard_optimizer: whether replicas shard the optimizer state; "auto" shards only if no plan fits otherwise.
         options: further options of `lightning-pipe plan`.
 
     Raises:
@@ -128,8 +133,9 @@ def plan(
         CaptureError: if the step cannot be captured.
         PlanError: if no plan fits.
     """
-    given = {**options, "planner": planner, "cluster": cluster, "ranks": ranks, "samples": samples}
-    problem = _problem(PlanOptions, model, batch, {**given, "precision": precision, "out": None})
+    given = {**options, "planner": planner, "cluster": cluster, "ranks": ranks, "samples": samples, "out": None}
+    given |= {"schedule": schedule, "precision": precision, "costs": costs, "shard_optimizer": shard_optimizer}
+    problem = _problem(PlanOptions, model, batch, given)
     best, *others = propose(problem, planner)
     return PlannedStep(problem, best, tuple(others))
 
@@ -138,7 +144,11 @@ def compare(
     model: str | pl.LightningModule | Callable[[], pl.LightningModule] | None = None,
     *,
     planners: Sequence[PlannerName] | None = None,
+    schedule: ScheduleName | str | PathLike[str] | None = None,
     batch: Any = None,
+    precision: PrecisionName = "32-true",
+    costs: CostSource = "counted",
+    shard_optimizer: Sharding = "auto",
     **options: Any,
 ) -> dict[str, PlannedStep | PipeError]:
     """Let several planners plan the same step; return the plan of each, or why it has none, by planner.
@@ -146,13 +156,14 @@ def compare(
     Args:
         model: as for `plan`.
         planners: who plans; by default all but "exhaustive".
-        batch: as for `plan`.
+        schedule, batch, precision, costs, shard_optimizer: as for `plan`.
         options: further options, as for `plan`.
 
     Raises:
         ConfigError, CaptureError: as of `plan`.
     """
-    given = options if planners is None else {**options, "planners": tuple(planners)}
+    given = {**options, "schedule": schedule, "precision": precision, "costs": costs}
+    given |= {"shard_optimizer": shard_optimizer} | ({} if planners is None else {"planners": tuple(planners)})
     problem, found = _problem(CompareOptions, model, batch, given), dict[str, PlannedStep | PipeError]()
     for name in planners or PLANNER_NAMES[:-1]:
         try:
@@ -178,6 +189,3 @@ def _problem(kind: type[WishedOptions], model: Any, batch: Any, options: dict[st
     if not callable(model):  # as a module is
         raise ConfigError(f"found model={model!r}; expected a LightningModule, a function that returns one, or a name")
     return problem_of(found, model=model, batch=batch)
-
-
-assert set(get_args(PlannerName)) == set(PLANNER_NAMES), "typed as they are registered"

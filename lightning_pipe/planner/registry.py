@@ -7,6 +7,7 @@ judged[0].plan
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, get_args
 
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import ConfigError, PlanError
@@ -40,7 +41,8 @@ PLANNERS: dict[str, Planner] = {
     "bapipe": bapipe,
     "uniform": uniform,
 }
-PLANNER_NAMES = ("auto", *PLANNERS, "exhaustive")
+PlannerName = Literal["auto", "dapple", "spp", "madpipe", "dawnpiper", "pipedream", "bapipe", "uniform", "exhaustive"]
+PLANNER_NAMES: tuple[PlannerName, ...] = get_args(PlannerName)
 FOLLOW_LAYOUTS = ("auto", "uniform", "exhaustive")  # planners that keep to a layout of the user's
 
 

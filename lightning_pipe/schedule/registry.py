@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import CopyingOrder, HostCopy, Layout, Options, Order
@@ -110,6 +110,10 @@ SCHEDULES: dict[str, Schedule | TimedSchedule] = {
     "greedy": TimedSchedule(greedy, looping, (1, 2)),
     "milp": TimedSchedule(milp, is_slow=True, decides_copies=True),
 }
+ScheduleName = Literal[
+    "gpipe", "1f1b", "interleaved", "breadth_first", "zb_h1", "zb_h2", "2bp", "zb_v", "chimera", "hanayo", "bitpipe",
+    "dualpipe", "dualpipe_v", "zb_v_greedy", "v_half", "v_min", "pe", "greedy", "milp",
+]  # fmt: skip
 
 
 def register_schedule(

@@ -27,7 +27,15 @@ from torch.optim import Optimizer
 
 from lightning_pipe.cache_files import FOLDER_LOG
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
-from lightning_pipe.config import DappleConfig, chosen_config
+from lightning_pipe.config import (
+    CaptureMode,
+    CostSource,
+    DappleConfig,
+    RestoredRanks,
+    StartMethod,
+    WeightVersions,
+    chosen_config,
+)
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.lightning_names import (
@@ -46,11 +54,15 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.lightning_package import package_in_use
+from lightning_pipe.planner.problem import Sharding
+from lightning_pipe.planner.registry import PlannerName
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
+from lightning_pipe.schedule.orders.one_f_one_b import Warmup
+from lightning_pipe.schedule.registry import ScheduleName
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.checkpoints.after_exception import (
     save_where_all_meet,
@@ -133,16 +145,16 @@ class DappleStrategy(ParallelStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         plan: str | os.PathLike[str] | None = None,
-        planner: str = "auto",
+        planner: PlannerName = "auto",
         layout: str | int | list[int] | None = None,
-        schedule: str | os.PathLike[str] | None = None,
+        schedule: ScheduleName | str | os.PathLike[str] | None = None,
         stages_per_device: int | None = None,
-        warmup: str | int | list[int] | None = None,
+        warmup: Warmup | str | int | list[int] | None = None,
         microbatches: int | None = None,
-        costs: str = "measured",
+        costs: CostSource = "measured",
         cluster: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
-        capture: str = "auto",
+        capture: CaptureMode = "auto",
         check: bool = True,
         recheck: bool = False,
         witness: bool = True,
@@ -156,18 +168,18 @@ class DappleStrategy(ParallelStrategy):
         report: str | os.PathLike[str] | None = None,
         memory_limit: str | int | dict[str, str | int] | None = None,
         keep_freed_memory: bool = True,
-        shard_optimizer: str | bool = "auto",
+        shard_optimizer: Sharding | bool = "auto",
         measure_memory: bool = False,
         trace: str | os.PathLike[str] | None = None,
         timeline_steps: int = 5,
         watch_every: int = 50,
         replan: bool = True,
-        start_method: str = "popen",
+        start_method: StartMethod = "popen",
         weights: str | os.PathLike[str] | None = None,
-        versions: str = "sync",
+        versions: WeightVersions = "sync",
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
-        restore: str = "auto",
+        restore: RestoredRanks = "auto",
         verbose: bool = True,
         **unknown: Any,
     ) -> None:

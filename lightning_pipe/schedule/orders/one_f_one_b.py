@@ -19,6 +19,7 @@ Legend: s stage, p number of stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from lightning_pipe.core.program import Compute, Layout, Options, Order
 from lightning_pipe.errors import ConfigError
@@ -26,6 +27,7 @@ from lightning_pipe.schedule.construct.merge import merge_stages, stages_by_rank
 from lightning_pipe.schedule.construct.options import check_microbatches, read_options
 from lightning_pipe.schedule.orders.gpipe import NO_OPTIONS
 
+Warmup = Literal["pa", "pb", "1f1b*"]
 WARMUPS = '"pa", "pb", "1f1b*", a depth such as 3, or one depth per stage such as "4,3,2,1"'
 
 
