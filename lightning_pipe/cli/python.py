@@ -156,7 +156,11 @@ def compare(
     Args:
         model: as for `plan`.
         planners: who plans; by default all but "exhaustive".
-        schedule, batch, precision, costs, shard_optimizer: as for `plan`.
+        schedule: as for `plan`.
+        batch: as for `plan`.
+        precision: as for `plan`.
+        costs: as for `plan`.
+        shard_optimizer: as for `plan`.
         options: further options, as for `plan`.
 
     Raises:
