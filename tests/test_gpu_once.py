@@ -41,6 +41,7 @@ def test_a_name_that_does_not_exist_is_listed(source: str, absent: list[str]) ->
     assert missing_names(source) == absent
 
 
+@pytest.mark.slow
 def test_the_small_forms_report_steps_and_calls(tmp_path: Path) -> None:
     """The sections run in one process, which spares imports."""
     words = ["section", *SMALL, "--device", "cpu", "--out", str(tmp_path)]

@@ -297,6 +297,7 @@ def test_the_gpt_example_trains_on_one_device(tmp_path):
     run_of_the_gpt_example(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_gpt_example_trains_as_a_pipeline(tmp_path):
     pipeline = ["--strategy", "dapple", "--devices", "2", "--timeline", "runs/new/timeline.json", "--batch-size", "8"]
     pipeline += ["--layout", "1-1"]

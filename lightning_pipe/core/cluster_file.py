@@ -237,10 +237,13 @@ def _cluster(entry: ClusterEntry) -> Cluster:
     return dataclasses.replace(cluster, links=links, reductions=reductions)
 
 
+_MOST = 4096  # equal hosts, and equal devices of a host
+
+
 def _hosts(entries: Sequence[HostEntry]) -> tuple[Host, ...]:
     _require(bool(entries), "hosts", "no host", "at least one, such as {name: a, devices: [...]}")
     for path, entry in _numbered("hosts", entries):
-        _require(entry.count >= 1, f"{path}.count", entry.count, "at least 1")
+        _require(1 <= entry.count <= _MOST, f"{path}.count", entry.count, f"1 to {_MOST}")
     several = sum(entry.count for entry in entries) > 1
     hosts = tuple(
         dataclasses.replace(host, name=name)
@@ -263,7 +266,7 @@ def _host(entry: HostEntry, path: str, *, several: bool) -> Host:
 
 
 def _devices(entry: DeviceEntry, path: str) -> list[Device]:
-    _require(entry.count >= 1, f"{path}.count", entry.count, "at least 1; leave the device out if there is none")
+    _require(1 <= entry.count <= _MOST, f"{path}.count", entry.count, f"1 to {_MOST}; leave out what there is none of")
     _require(0 < entry.speed < math.inf, f"{path}.speed", entry.speed, "a number above 0; 1 is the profiled device")
     memory = round(_amount(parse_bytes, entry.memory, f"{path}.memory"))
     _require(memory > 0, f"{path}.memory", repr(entry.memory), "more than 0, what a rank may use, such as '16 GiB'")

@@ -133,7 +133,7 @@ def check_goes_on(problem: Problem, seed: int) -> None:
     assert len({one.microbatches for one in found}) > 1
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 4, 8])
 @pytest.mark.parametrize("depth", [24, pytest.param(48, marks=SLOW), pytest.param(96, marks=SLOW)])
 def test_the_refinement_goes_on_from_cuts_at_any_positions(depth: int, devices: int) -> None:

@@ -64,6 +64,12 @@ def test_policies_keep_their_promises_and_rounds_fit_together(name: str) -> None
             assert len(forwards) == sum(map(len, layout.stages)) * sum(batches)
 
 
+def test_a_middle_round_has_the_order_that_the_docs_show() -> None:
+    line = middle(POLICIES["pipedream"], 4, 4).ranks[1]
+    passes = [str(x)[1:] for x in line if isinstance(x, Compute) and x.kind in "FI"]
+    assert " ".join(passes).replace("I", "B") == "F2 B0 F3 B1 F4 B2 F5 B3"
+
+
 def test_what_a_policy_does_not_keep_is_refused() -> None:
     layout = Layout(((0,), (1,), (2,)))
     stale = [verify(program) for program in rounds_of(POLICIES["stale"], layout, (3,) * 4)]

@@ -108,7 +108,7 @@ def assert_same_or_named(found: tuple[list[dict[str, Any]], list[str]], expected
         assert not silent
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("microbatches", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("kind", KINDS)
