@@ -96,8 +96,8 @@ def test_what_nobody_needs_may_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("count: 2", "count: 0", "hosts[0].count: found 0; expected at least 1"),
-        ("count: 8", "count: 0", "hosts[0].devices[0].count: found 0; expected at least 1"),
+        ("count: 2", "count: 0", "hosts[0].count: found 0; expected 1 to 4096"),
+        ("count: 8", "count: 0", "hosts[0].devices[0].count: found 0; expected 1 to 4096"),
         ("[{kind: V100, count: 8, memory: 16 GiB, speed: 1.0}]", "[]", "hosts[0].devices: found no device; expected"),
         ("16 GiB", "0 B", "hosts[0].devices[0].memory: found '0 B'; expected more than 0"),
         ("16 GiB", "16", "hosts[0].devices[0].memory: found '16'; expected an amount of bytes such as '1.5 GiB'"),
