@@ -78,6 +78,7 @@ class Rounds:
         """
         if self.policy is None or not training:
             return Round(None, sizes)
+        step.prove_rounds(self.policy, sizes)
         if not turn.continues or step is not self._flying or self._expected[:1] != (sizes,):
             self.give_up()
         numbers = "it reads numbers that change from batch to batch" if reads_numbers else ""

@@ -38,6 +38,7 @@ from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import planned_join, planned_order
 from lightning_pipe.schedule.rules import Dataflow
+from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.parameters.weights import Placement, Weights
@@ -119,6 +120,7 @@ class RankStep:
         )
         self._programs: dict[tuple[tuple[int, ...], bool, Seam | None], VerifiedProgram] = {}
         self._most_messages: dict[int, int] = {}  # by the identity of a program
+        self._are_rounds_proved = False
 
     def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
@@ -240,6 +242,24 @@ class RankStep:
             ),
             launches=self._links.transport.launches,
         )
+
+    def prove_rounds(self, policy: WeightPolicy, sizes: tuple[int, ...]) -> None:
+        """Prove, once, that rounds of such batches fit together and keep what the policy promises.
+
+        Raises:
+            ProgramError: if they do not.
+        """
+        if self._are_rounds_proved:
+            return
+        rounds, enters = list[VerifiedProgram](), tuple[int, ...]()
+        batches = max(policy.ahead(self.layout, len(sizes))) // len(sizes) + 3  # filling, full and emptying
+        for left in reversed(range(batches)):
+            seam = policy.seam(self.layout, len(sizes), enters=enters, following=(len(sizes),) * left)
+            known = (sizes * batches)[: seam.batch + max(seam.leaves)]
+            rounds.append(self._round(known, True, seam, policy))
+            enters = seam.leaves
+        verify_rounds(rounds, policy)
+        self._are_rounds_proved = True
 
     def _round(self, sizes: tuple[int, ...], synchronise: bool, seam: Seam, policy: WeightPolicy) -> VerifiedProgram:
         layout, traffic = self._plan.layout, self.split.traffic
