@@ -357,6 +357,11 @@ class Executor:
         """
         drive(self._gradients.land(step, among=among), wait=wait)
 
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Return the forwards of each stage that the last round ran beyond its batch; () if none are in flight."""
+        return self._flight.leaves
+
     def give_up_flight(self, *, wait: Callable[[Wait], None]) -> None:
         """Forget forwards of batches that have not had their turn: the next round begins with none.
 

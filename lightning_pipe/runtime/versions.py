@@ -34,14 +34,16 @@ class Versions:
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
-        self._keeps_older = False
+        self._leaves_some = self._keeps_older = False
         self._older: dict[int, Contents] = {}
         self._buffers: dict[int, dict[str, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
         self.predicted: Predictor | None = None
 
     def begin(self, program: Program) -> None:
-        """Learn whether the program's rounds read the version before the last update."""
-        self._keeps_older = program.seam is not None and PinOlder.code in program.seam.work
+        """Learn whether the program leaves forwards in flight, and whether later ones read an older version."""
+        seam = program.seam
+        self._leaves_some = seam is not None and any(seam.leaves)
+        self._keeps_older = seam is not None and self._leaves_some and PinOlder.code in seam.work
 
     def pin(self, work: OwnWork, *, older: bool = False) -> None:
         """Let F, I and W of a micro-batch read the weights of now, or those before the last update."""
@@ -58,6 +60,9 @@ class Versions:
 
     def before_step(self) -> None:
         """Copy what micro-batches in flight hold of the parameters, which the optimizer is about to change."""
+        if not self._leaves_some:
+            self._older.clear()
+            return
         for number, stage in self._stages.items():
             now = stage.parameters_now()
             readers = stage.readers_of(now)

@@ -49,9 +49,8 @@ class WeightPolicy:
 
     def ahead(self, layout: Layout, batch: int) -> tuple[int, ...]:
         """Return by stage how many micro-batches forwards are ahead of backwards."""
-        last = len(layout.stages) - 1
-        most = batch if self.within_batch else last * max(1, self.depth(1))
-        return tuple(min(self.depth(last - stage), most) for stage in range(last + 1))
+        depths = [self.depth(behind) for behind in reversed(range(len(layout.stages)))]
+        return tuple(min(depth, batch) if self.within_batch else depth for depth in depths)
 
     def seam(self, layout: Layout, batch: int, *, enters: Sequence[int] = (), following: Sequence[int] = ()) -> Seam:
         """Return the seam of a round.

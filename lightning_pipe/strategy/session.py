@@ -138,8 +138,7 @@ class Session:
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._ahead = AheadBatches(module, self._receive_ahead)
-        self._at_hand: AheadBatch | None = None
-        self._continues = False  # whether the batch at hand was looked at before its turn
+        self._at_hand: AheadBatch | None = None  # where it was looked at before its turn
         self._first_steps: FirstSteps | None = None
         self._watched: StepWatch | None = None
         self._log: PipeLog | None = None  # of rank 0, in a fit
@@ -332,10 +331,10 @@ class Session:
 
     def receive(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
-        if isinstance(batch, AheadBatch):
-            self._shared, self._continues, self._at_hand = batch.taken(), True, batch
-            return batch.content
-        self._continues = False
+        self._at_hand = batch if isinstance(batch, AheadBatch) else None
+        if self._at_hand is not None:
+            self._shared = self._at_hand.content, self._at_hand.structure
+            return self._at_hand.content
         return self._received(batch, transfer)
 
     def _receive_ahead(self, batch: Any) -> tuple[Any, Structure]:
@@ -349,9 +348,9 @@ class Session:
 
     def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
         """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
-        count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
-        if not count or self._why_not_ahead:
+        if not self._pipeline.lookahead:
             return ()
+        count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
         following = []
         for k, batch in enumerate(self._ahead.look(count), start=1):
             tensors = tuple(flatten(batch.content)[0])
@@ -405,16 +404,17 @@ class Session:
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         recording = self._recording_of(call) if method == TRAINING else None
         weight = weight * self._loss_scale.factor if method == TRAINING else weight
-        if self._continues and self._at_hand is not None and self._feed.loads:
+        if self._at_hand is not None and self._feed.loads:
             self._at_hand.check()
+        why_not_ahead = self._why_not_ahead if method == TRAINING else ""
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
             weight=weight,
             synchronise=synchronise,
-            following=self._following(number, weight, arguments) if method == TRAINING else (),
-            continues=self._continues,
-            why_not_ahead=self._why_not_ahead if method == TRAINING else "",
+            following=() if method != TRAINING or why_not_ahead else self._following(number, weight, arguments),
+            continues=self._at_hand is not None,
+            why_not_ahead=why_not_ahead,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
             leave_sums=method == TRAINING and recording is None and self._may_step_in_parts(),
@@ -700,5 +700,5 @@ def _plans_again(config: DappleConfig) -> bool:
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
     """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
-    is_compared = ranks > 1 and config.costs == "measured" and config.versions == "sync"
-    return config.trace is not None or config.report is not None or is_compared
+    wanted = config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
+    return wanted and config.versions == "sync"

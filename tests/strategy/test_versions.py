@@ -202,7 +202,9 @@ def test_plans_that_cannot_run_ahead_are_refused(
         assert words in error and "versions='" in error
 
 
-@pytest.mark.parametrize("other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}])
+@pytest.mark.parametrize(
+    "other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}, {"report": "report.html"}]
+)
 def test_options_that_rounds_do_not_have_are_refused(other: dict[str, Any]) -> None:
     """Before anything starts."""
     with pytest.raises(ConfigError, match="versions='2bw' and"):

@@ -27,10 +27,6 @@ class AheadBatch(Awaited):
         self.content, self.structure = content, structure
         self._written = _versions(content)
 
-    def taken(self) -> tuple[Any, Structure]:
-        """Return the batch at its turn."""
-        return self.content, self.structure
-
     def check(self) -> None:
         """Refuse a batch whose tensors have changed since forwards may have run on them.
 

@@ -48,7 +48,6 @@ class Rounds:
         self._versions, self._links = versions, links
         self._flying: RankStep | None = None  # whose forwards are in flight
         self._expected: tuple[tuple[int, ...], ...] = ()  # micro-batches of the batches that they belong to
-        self._enters: tuple[int, ...] = ()
         self._flushed: set[str] = set()
 
     def lookahead(self, plan: Plan) -> int:
@@ -85,9 +84,10 @@ class Rounds:
         is_flushed = self._is_flushed(turn.why_not_ahead or numbers or step.why_not_ahead)
         following = [] if is_flushed else self._alike(step, turn.following)
         batches = [batch.sizes for batch in following]
-        seam = self.policy.seam(step.layout, len(sizes), enters=self._enters, following=[*map(len, batches)])
+        enters = () if self._flying is None else step.executor.in_flight
+        seam = self.policy.seam(step.layout, len(sizes), enters=enters, following=[*map(len, batches)])
         later = [size for batch in batches for size in batch][: max(seam.leaves)]
-        self._flying, self._enters = (step, seam.leaves) if any(seam.leaves) else (None, ())
+        self._flying = step if any(seam.leaves) else None
         self._expected = tuple(batches)
         return Round(seam, (*sizes, *later), tuple(following))
 
@@ -111,7 +111,7 @@ class Rounds:
         if self._flying is not None:
             with self._links.watch.limited("forwards in flight"):
                 self._flying.executor.give_up_flight(wait=self._links.watch.wait)
-        self._flying, self._enters, self._expected = None, (), ()
+        self._flying, self._expected = None, ()
 
 
 def chained(jobs: Sequence[BatchInput]) -> BatchInput | None:
@@ -133,14 +133,14 @@ def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
     Raises:
         PlanError: naming what stands in the way, and the way out.
     """
-    stages = [ranks for stage in plan.layout.stages for ranks in stage]
+    ranks = [rank for stage in plan.layout.stages for rank in stage]
     wanted = f"versions={versions!r} runs forwards of the next batch ahead"
     if len(plan.layout.stages) < 2:
         raise PlanError(
             f"{wanted}, but the plan is data parallel training, in which nothing waits for the next batch. Set a "
             "layout such as layout='1-1', or versions='sync'."
         )
-    if len(set(stages)) < len(stages) or plan.schedule != "1f1b" or plan.order:
+    if len(set(ranks)) < len(ranks) or plan.schedule != "1f1b" or plan.order:
         raise PlanError(
             f"{wanted}, which needs schedule='1f1b' and one stage per rank; found {plan.schedule} on the layout "
             f"{plan.layout.stages}. Remove `schedule`, `stages_per_device` and `order`, or set versions='sync'."
