@@ -120,6 +120,16 @@ def fit_of(
     return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches)
 
 
+def chain_fit(captured: tuple[Capture, Split], modules: Sequence[Numbers], policy: str, count: int) -> Fit:
+    """Return a fit of chains of factors, one for each rank, in batches of so many micro-batches."""
+
+    def sgd(module: pl.LightningModule) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
+
+    layout = Layout(tuple((r,) for r in range(len(modules))))
+    return fit_of(*captured, layout, modules, sgd, policy, lambda t: numbers(t, count), count)
+
+
 @pytest.fixture(scope="module")
 def captured() -> Callable[[int], tuple[Capture, Split]]:
     """Return a function that captures a chain of factors, cut between all of them."""
@@ -142,21 +152,10 @@ def test_a_chain_of_numbers_trains_by_the_recursion_of_its_policy(
     policy: str, stages: int, captured: Callable[[int], tuple[Capture, Split]]
 ) -> None:
     """Whatever micro-batches there are, and whenever the pipeline is emptied as planned or forwards are given up."""
-    capture, split = captured(stages)
-    layout = Layout(tuple((r,) for r in range(stages)))
     for count in (1, 2, 4):
         for drains in ({}, {3: False, 4: False, 8: False}, {3: True, 4: True, 8: True}):
             modules = [Numbers(stages) for _ in range(stages)]
-            fit = fit_of(
-                capture,
-                split,
-                layout,
-                modules,
-                lambda module: torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM),
-                policy,
-                lambda t, count=count: numbers(t, count),
-                count,
-            )
+            fit = chain_fit(captured(stages), modules, policy, count)
             for rank, executor in enumerate(fit.executors):
                 executor.versions.predicted = _predictor(modules[rank], fit.steps[rank], rank, stages)
             losses, weights = recursion(policy, stages, count, 12, drains)
@@ -321,21 +320,10 @@ def test_a_program_that_takes_over_other_forwards_is_refused(
     captured: Callable[[int], tuple[Capture, Split]],
 ) -> None:
     """A round of another plan, or a skipped batch, would read what is not there."""
-    capture, split = captured(2)
-    layout, policy = Layout(((0,), (1,))), POLICIES["pipedream"]
-    modules = [Numbers(2) for _ in range(2)]
-    fit = fit_of(
-        capture,
-        split,
-        layout,
-        modules,
-        lambda m: torch.optim.SGD(m.parameters()),
-        "pipedream",
-        lambda t: numbers(t, 2),
-        2,
-    )
+    fit = chain_fit(captured(2), [Numbers(2) for _ in range(2)], "pipedream", 2)
+    layout, policy, traffic = fit.executors[0].layout, POLICIES["pipedream"], fit.split.traffic
     seam = policy.seam(layout, 2, enters=(1, 0), following=(2,))
-    program = verify(lower(policy.order(layout, seam), layout=layout, sizes=(2,) * 3, traffic=split.traffic, seam=seam))
+    program = verify(lower(policy.order(layout, seam), layout=layout, sizes=(2,) * 3, traffic=traffic, seam=seam))
     with pytest.raises(PipelineError, match="takes over forwards"):
         fit._round(program, 1, 3)
 
@@ -344,19 +332,7 @@ def test_what_no_backward_reads_is_not_copied_and_copies_are_used_again(
     captured: Callable[[int], tuple[Capture, Split]],
 ) -> None:
     """The first of a chain of factors needs no gradient of its input, so its backward reads no weight."""
-    capture, split = captured(4)
-    layout = Layout(tuple((r,) for r in range(4)))
-    modules = [Numbers(4) for _ in range(4)]
-    fit = fit_of(
-        capture,
-        split,
-        layout,
-        modules,
-        lambda m: torch.optim.SGD(m.parameters(), lr=RATE),
-        "pipedream",
-        lambda t: numbers(t, 1),
-        1,
-    )
+    fit = chain_fit(captured(4), [Numbers(4) for _ in range(4)], "pipedream", 1)
     fit.run(20, {})
     copies = [sum(len(x) for names in e.versions._buffers.values() for x in names.values()) for e in fit.executors]
     assert copies == [0, 2, 1, 0]
