@@ -150,6 +150,7 @@ def run(name: str, steps: int) -> Outcome | None:
     is_limited = name == "pipeline"
     strategy = DappleStrategy(
         memory_limit=LIMIT if is_limited else None,
+        stages_per_device=1 if is_limited else None,  # a table that fits a screen
         report=str(REPORT) if is_limited else None,
         measure_memory=True,
         verbose=False,
