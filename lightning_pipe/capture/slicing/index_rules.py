@@ -1,0 +1,208 @@
+"""Rules of operators that pick elements by places, or put them there.
+
+Places in a dimension of samples are those of the batch. Where rows are picked by their own places (`o[arange(n), y]`),
+they become places in the micro-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.placement import TERMS, WHOLE, Placements, Rows
+from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
+from lightning_pipe.capture.torch_private import operator_name
+
+
+def _fitting(operation: Operation, node: fx.Node, labels: Labels) -> list[Label]:
+    """Take away labels of dimensions whose size is not that of the result's."""
+    pairs = zip(labels, operation.shape_of(node), operation.shape, strict=False)
+    return [label if size == other else None for label, size, other in pairs]
+
+
+@pattern("gather")
+def gathers(operation: Operation) -> Pattern:
+    """Pick along a dimension: of each row, or rows of what has none by places that have some."""
+    source, dim, places = operation.args[:3]
+    labels = labels_of(len(operation.shape))
+    dim = dim % len(labels) if labels else 0
+    picked = [label for at, label in enumerate(_fitting(operation, source, labels)) if at != dim]
+    return Pattern([(places, labels), (source, [*picked[:dim], None, *picked[dim:]])], [labels])
+
+
+@pattern("scatter", "scatter_add", "scatter_reduce")
+def scatters(operation: Operation) -> Pattern:
+    """Put along a dimension; what is added into it along a dimension of samples is a sum of terms."""
+    source, dim, *moved = operation.args[:4]
+    rank = len(operation.shape)
+    adds = operation.name == "scatter_add"
+    labels = labels_of(rank, without=[dim % rank])
+    moved = [node for node in moved if isinstance(node, fx.Node)]
+    moving = labels_of(rank) if adds else labels
+    operands = [(node, moving if adds else _fitting(operation, node, moving)) for node in moved]
+    return Pattern([*operands, (source, labels)], [labels], sums=adds, added=[source] if adds else ())
+
+
+@pattern("index_add")
+def index_adds(operation: Operation) -> Pattern:
+    """Add rows to places; rows of samples are terms."""
+    source, dim, places, moved = operation.args[:4]
+    rank = len(operation.shape)
+    labels = labels_of(rank, without=[dim % rank])
+    moving: list[Label] = ["i" if at == dim % rank else label for at, label in enumerate(labels)]
+    return Pattern([(moved, moving), (places, "i"), (source, labels)], [labels], sums=True, added=[source])
+
+
+@pattern("index_select")
+def index_selects(operation: Operation) -> Pattern:
+    """Pick along a dimension by places that all rows share, or that have rows."""
+    source, dim, places = operation.args[:3]
+    rank = len(operation.shape)
+    labels = labels_of(rank, without=[dim % rank])
+    result: list[Label] = ["i" if at == dim % rank else label for at, label in enumerate(labels)]
+    return Pattern([(source, labels), (places, "i")], [result])
+
+
+@pattern("embedding")
+def embeds(operation: Operation) -> Pattern:
+    """Pick rows of a table."""
+    labels = labels_of(len(operation.shape) - 1)
+    return Pattern([(operation.args[1], labels)], [[*labels, None]])
+
+
+@pattern("embedding_dense_backward")
+def embedding_backward(operation: Operation) -> Pattern | None:
+    """Add rows to a table, unless they are scaled by how often the batch has each."""
+    gradient, places = operation.args[:2]
+    if operation.argument("scale_grad_by_freq", False):
+        return None
+    labels = labels_of(len(operation.shape_of(places)))
+    return Pattern([(gradient, [*labels, None]), (places, labels)], [[None, None]], sums=True)
+
+
+class _Indexed(NamedTuple):
+    """How an operand is indexed: rows of what is picked, how it has to be held, and how its indices have to be."""
+
+    picked: Rows
+    source: Placements
+    indices: dict[fx.Node, Placements]
+    places: frozenset[fx.Node] = frozenset()
+
+
+def _counts_samples(operation: Operation, node: fx.Node) -> bool:
+    """Return whether a value numbers the samples: `arange(n)`, whatever its shape and type."""
+    while operator_name(node) in ("unsqueeze", "view", "clone", "_to_copy", "lift_fresh_copy"):
+        node = node.all_input_nodes[0]
+    if operator_name(node) != "arange":
+        return False
+    made = Operation(node, operation.samples, operation.number)
+    return made.args in ([operation.samples], [0, operation.samples]) and made.shape == (operation.samples,)
+
+
+def _indexed(operation: Operation, offered: Offered) -> _Indexed | None:
+    """Return how rows of what is indexed, or of its indices, are picked."""
+    source, listed = operation.args[:2]
+    given = {dim: index for dim, index in enumerate(listed) if index is not None}
+    if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values()):
+        return None
+    dims, rank = [*given], max(len(operation.shape_of(index)) for index in given.values())
+    at = dims[0] if dims == [*range(dims[0], dims[-1] + 1)] else 0  # where the dimensions of the indices go
+    rows = offered[source]
+    if isinstance(rows, Rows) and rows.dim not in dims:
+        before = sum(dim < rows.dim for dim in dims)
+        others = rows.dim - before  # its place among the dimensions that are not indexed
+        picked = replace(rows, dim=others if others < at else others + rank)
+        indices: dict[fx.Node, Placements] = dict.fromkeys(given.values(), WHOLE)
+        return _Indexed(picked, rows, indices)
+    own = next(((dim, index) for dim, index in given.items() if _counts_samples(operation, index)), None)
+    shape = operation.shape_of(source)
+    if own is not None and shape[own[0]] == operation.samples and rows in (WHOLE, Rows(own[0])):
+        lead = rank - len(operation.shape_of(own[1]))
+        inside = operation.shape_of(own[1]).index(operation.samples) + lead
+        fit = _index_rows(operation, offered, given, rank, Rows(inside))
+        return None if fit is None else _Indexed(Rows(inside + at), Rows(own[0]), fit, frozenset([own[1]]))
+    if isinstance(rows, Rows):
+        return None
+    for index in given.values():
+        if isinstance(held := offered[index], Rows):
+            inside_rows = replace(held, dim=held.dim + rank - len(operation.shape_of(index)))
+            fit = _index_rows(operation, offered, given, rank, inside_rows)
+            return None if fit is None else _Indexed(replace(inside_rows, dim=inside_rows.dim + at), WHOLE, fit)
+    return None
+
+
+def _index_rows(
+    operation: Operation, offered: Offered, given: dict[int, fx.Node], rank: int, rows: Rows
+) -> dict[fx.Node, Placements] | None:
+    """Return how indices have to be held that are broadcast to so many dimensions with these rows."""
+    wanted: dict[fx.Node, Placements] = {}
+    for index in given.values():
+        shape = operation.shape_of(index)
+        dim = rows.dim - (rank - len(shape))
+        has_rows = dim >= 0 and shape[dim] == rows.size(operation.samples)
+        own = replace(rows, dim=dim) if has_rows else WHOLE
+        if isinstance(offered[index], Rows) and offered[index] != own:
+            return None
+        wanted[index] = own
+    return wanted
+
+
+@rule("index", "_unsafe_index")
+def indexes(operation: Operation, offered: Offered) -> Cut | None:
+    """Pick by tensors of places."""
+    indexed = _indexed(operation, offered)
+    if indexed is None:
+        return None
+    operands = {**indexed.indices, operation.args[0]: indexed.source}
+    return Cut(indexed.picked, operands, places=indexed.places)
+
+
+@rule("index_put", "_unsafe_index_put")
+def index_puts(operation: Operation, offered: Offered) -> Cut | None:
+    """Put at tensors of places, or where a mask is true."""
+    source, listed, moved = operation.args[:3]
+    given = [index for index in listed if index is not None]
+    rank = len(operation.shape)
+    if any(index.meta["val"].dtype is torch.bool for index in given):
+        if len(listed) > 1 or operation.shape_of(given[0]) != operation.shape or operation.shape_of(moved):
+            return None
+        return Pattern(aligned(operation, [source, *given], rank), [labels_of(rank)]).cut(operation, offered)
+    if not any(isinstance(offered[node], Rows) for node in (source, *given)):
+        return _put_rows(operation, offered)
+    indexed = _indexed(operation, offered)
+    if indexed is None:
+        return None
+    values = rank - len(given) + max(len(operation.shape_of(index)) for index in given)
+    shape = operation.shape_of(moved)
+    dim = indexed.picked.dim - (values - len(shape))
+    has_rows = dim >= 0 and shape[dim] == indexed.picked.size(operation.samples)
+    wanted = replace(indexed.picked, dim=dim) if has_rows else WHOLE
+    if isinstance(offered[moved], Rows) and offered[moved] != wanted:
+        return None
+    operands: dict[fx.Node, Placements] = {**indexed.indices, moved: wanted}
+    if isinstance(indexed.source, Rows):
+        return Cut(indexed.source, {**operands, source: indexed.source}, places=indexed.places)
+    accumulates = len(operation.args) > 3 and operation.args[3]
+    return Cut(TERMS, {**operands, source: TERMS}, places=indexed.places) if accumulates else None
+
+
+def _put_rows(operation: Operation, offered: Offered) -> Cut | None:
+    """Put values with rows in dimensions that are not indexed."""
+    source, listed, moved = operation.args[:3]
+    rows = offered[moved]
+    assert isinstance(rows, Rows)
+    given = {dim: index for dim, index in enumerate(listed) if index is not None}
+    dims, rank = [*given], max(len(operation.shape_of(index)) for index in given.values())
+    at = dims[0] if dims == [*range(dims[0], dims[-1] + 1)] else 0
+    free = [dim for dim in range(len(operation.shape)) if dim not in given]
+    dim = rows.dim + len(free) + rank - len(operation.shape_of(moved))
+    if at <= dim < at + rank:
+        return None
+    placed = replace(rows, dim=free[dim if dim < at else dim - rank])
+    if operation.shape[placed.dim] != rows.size(operation.samples):
+        return None
+    return Cut(placed, {**dict.fromkeys(given.values(), WHOLE), source: placed, moved: rows})

@@ -1,0 +1,103 @@
+"""Rules of losses that reduce inside, and of sums of terms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Held, Placements, Rows
+from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
+
+_MEAN, _SUM = 1, 2  # values of `reduction`; 0 for none
+
+
+@pattern("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
+def likelihoods(operation: Operation) -> Pattern | None:
+    """Sum over samples; a mean is made a sum by the weight of the batch before (`whole_batch`)."""
+    is_back = operation.name.endswith("backward")
+    source, target, reduction = (operation.argument(name) for name in ("self", "target", "reduction"))
+    if len(operation.shape_of(source)) < 2 or (reduction == _MEAN and not is_back):
+        return None
+    each: list[Label] = ["n", *[None] * (len(operation.shape_of(target)) - 1)]
+    operands: list[tuple[fx.Node, Labels]] = [(source, ["n", *[None] * len(each)]), (target, each)]
+    if is_back:
+        operands += [(operation.argument("grad_output"), each)] if reduction == 0 else []
+        own = [operation.argument("total_weight")] if reduction == 0 else []  # which nobody reads then
+        return Pattern(operands, [["n", *[None] * len(each)]], own=own)
+    results: list[Labels | Held] = [each, OWN] if reduction == 0 else [[], []]
+    return Pattern(operands, results, sums=reduction != 0)
+
+
+_KERNELS = (
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy l1_loss soft_margin_loss binary_cross_entropy_with_logits "
+    "kl_div"
+).split()
+
+
+@rule(*_KERNELS, *(f"{name}_backward" for name in _KERNELS))
+def reduced_losses(operation: Operation, offered: Offered) -> Cut | None:
+    """Reduce element by element; a mean is a sum divided by the elements of the batch."""
+    is_back, reduction = operation.name.endswith("backward"), operation.argument("reduction")
+    incoming = operation.argument("grad_output") if is_back and reduction else None
+    sources = [node for node in operation.inputs if node is not incoming]
+    rank = max(len(operation.shape_of(node)) for node in sources)
+    result = [] if reduction and not is_back else labels_of(rank)
+    cut = Pattern(aligned(operation, sources, rank), [result], sums=not is_back).cut(operation, offered)
+    if cut is None or reduction != _MEAN:
+        return cut
+    count = math.prod(operation.shape_of(operation.argument("self")))
+    return replace(cut, arguments=lambda samples: {"reduction": _SUM}, divisor=count)
+
+
+_ADDS = {"add", "sub", "cat", "stack", "where"}
+_TIMES = {"mul", "mm", "bmm", "mv", "dot"}
+_MOVES = set(
+    "neg clone alias _to_copy view _unsafe_view reshape expand unsqueeze squeeze permute transpose t select slice sum "
+    "mean tril triu diagonal select_backward slice_backward split split_with_sizes unbind flip".split()
+)
+
+
+def cut_terms(operation: Operation, offered: Offered) -> Cut | None:
+    """Return how an operator that is linear in terms is run on each; None if it is not.
+
+    What is added to terms, and has none, becomes a term of the first micro-batch.
+    """
+    name, terms = operation.name, [node for node in operation.inputs if offered[node] is TERMS]
+    if any(offered[node] not in (TERMS, WHOLE) for node in operation.inputs):
+        return None
+    if name in _ADDS:
+        condition = operation.args[0] if name == "where" else None
+        numbers = [arg for arg in operation.args if isinstance(arg, int | float)]
+        if condition in terms or (numbers and condition is not None):
+            return None
+        later = {"other": 0} if numbers and name in ("add", "sub") else {}
+        return Cut(TERMS, {node: WHOLE if node is condition else TERMS for node in operation.inputs}, later=later)
+    uses = sum(node is terms[0] for node in _listed(operation.args))
+    is_factor = name in _TIMES and len(terms) == 1 and uses == 1
+    is_divided = name == "div" and terms == [operation.args[0]] and uses == 1 and not operation.kwargs
+    grows = name == "expand" and math.prod(operation.shape) > math.prod(operation.shape_of(terms[0]))
+    if is_factor or is_divided or (name in _MOVES and not grows and not _rounds(operation)):
+        wanted: dict[fx.Node, Placements] = {node: _plain(offered[node]) for node in operation.inputs}
+        several = tuple(WHOLE if shape is None else TERMS for shape in operation.shapes)
+        return Cut(several if operation.has_several else TERMS, wanted)
+    return None
+
+
+def _plain(placement: Placements) -> Placements:
+    assert not isinstance(placement, Rows), "rows were refused"
+    return placement
+
+
+def _rounds(operation: Operation) -> bool:
+    """Return whether a cast loses what terms have behind the point."""
+    value = operation.node.meta["val"]
+    is_cast = operation.name == "_to_copy" and isinstance(value, torch.Tensor)
+    return is_cast and not (value.is_floating_point() or value.is_complex())
+
+
+def _listed(args: list[object]) -> list[object]:
+    return [item for arg in args for item in (_listed([*arg]) if isinstance(arg, list | tuple) else [arg])]

@@ -1,0 +1,245 @@
+"""How micro-batches hold every value of a graph, and what has to wait for all of them.
+
+Every operator is cut in the way that waits least (`rules`). Its level is the number of barriers before it. What depends
+on the batch, buffers and constants alone is *of the batch*: it is evaluated where the batch is loaded, so its barriers
+are free. Law: if nothing that micro-batches make on the way to a gradient has a level, a micro-batch runs forward and
+backward before the next one begins. Else the *head* runs once: after all forwards, before the backwards that read it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.operators import is_random, takes_output
+from lightning_pipe.capture.slicing import index_rules, layout_rules, product_rules  # noqa: F401  register rules
+from lightning_pipe.capture.slicing.loss_rules import cut_terms
+from lightning_pipe.capture.slicing.operation import Cut, Operation
+from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Placements, Rows, is_of_microbatch
+from lightning_pipe.capture.slicing.rules import rule_of
+from lightning_pipe.capture.torch_private import is_backward, operator_name
+
+_PRODUCTS = frozenset(["mm", "bmm", "addmm", "convolution", "convolution_backward"])
+
+
+class Slicing:
+    """The placements of a graph of the whole batch (`whole_batch.of_whole_batch`).
+
+    Args:
+        joint: the graph.
+        samples: number of samples of the batch.
+        rules: names of operators whose rules are not used; for tests.
+
+    Attributes:
+        joint, samples: as given.
+        operations: calls of operators.
+        placements: of every value.
+        levels: barriers before every value.
+        cuts: of the operators that micro-batches run.
+        of_batch: values that depend on the batch, buffers and constants alone.
+        head: what needs all samples and is needed by a backward, in order.
+        after: what needs all samples and is a result only.
+        before: what is computed once of no barrier, though it depends on samples.
+    """
+
+    def __init__(self, joint: JointGraph, samples: int, *, without_rules: Iterable[str] = ()) -> None:
+        self.joint, self.samples = joint, samples
+        self._without = frozenset(without_rules)
+        self._nodes = [node for node in joint.module.graph.nodes if node.op != "output"]
+        sizes = Sizes(joint)
+        self.operations = {
+            node: Operation(node, samples, lambda size: sizes.number(size, samples))
+            for node in self._nodes
+            if node.op == "call_function" and not takes_output(node) and not _is_number(node)
+        }
+        self._weights = self._made_of_parameters()
+        self.of_batch = self._find_of_batch()
+        whole = frozenset[fx.Node]()
+        while True:  # ends: every round makes more operators whole
+            self._whole = whole
+            self._propagate()
+            if not (late := self._late() - whole):
+                break
+            whole |= late
+        self._find_head()
+
+    def _made_of_parameters(self) -> frozenset[fx.Node]:
+        weights = {node for node in self._nodes if node.name in self.joint.parameters}
+        for node in self._nodes:
+            if node.op == "call_function" and node.all_input_nodes and weights.issuperset(node.all_input_nodes):
+                weights.add(node)
+        return frozenset(weights)
+
+    def _find_of_batch(self) -> frozenset[fx.Node]:
+        joint, of_batch = self.joint, set[fx.Node]()
+        for node in self._nodes:
+            if node.op == "call_function":
+                draws = is_random(node) and operator_name(node) != "randperm"
+                own = not draws and of_batch.issuperset(node.all_input_nodes)
+            else:
+                kept = node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations
+                own = kept or node.name in joint.leaves or node.name in joint.tangents or node.op == "get_attr"
+            if own:
+                of_batch.add(node)
+        return frozenset(of_batch)
+
+    def _propagate(self) -> None:
+        self.placements: dict[fx.Node, Placements] = {}
+        self.levels: dict[fx.Node, int] = {}
+        self.cuts: dict[fx.Node, Cut] = {}
+        for node in self._nodes:
+            if node.op != "call_function" or _is_number(node):
+                self.placements[node], self.levels[node] = self._of_input(node), 0
+            elif takes_output(node):
+                source, place = node.args
+                several = self.placements[source]
+                self.placements[node] = several[place] if isinstance(several, tuple) else several
+                self.levels[node] = self.levels[source]
+            else:
+                self._place(self.operations[node])
+
+    def _of_input(self, node: fx.Node) -> Placements:
+        value = node.meta.get("val")
+        if node.name not in self.joint.leaves or not isinstance(value, torch.Tensor) or not value.dim():
+            return WHOLE
+        return Rows(0) if self._number(value.shape[0]) == self.samples else WHOLE
+
+    def _number(self, size: Any) -> int:
+        return Sizes(self.joint).number(size, self.samples)
+
+    def _place(self, operation: Operation) -> None:
+        """Choose of an operator's cuts the one that waits least; the earlier of equals."""
+        node = operation.node
+        cuts = [] if node in self._whole else self._cuts(operation)
+        whole = Cut(_all_whole(operation), dict.fromkeys(operation.inputs, WHOLE))
+        levels = [self._level(cut) for cut in (*cuts, whole)]
+        level = min(levels)
+        cut = (*cuts, whole)[levels.index(level)]
+        if node in self.of_batch and cut.results is TERMS:
+            level, cut = 0, whole  # added where the batch is loaded
+        self.placements[node], self.levels[node], self.cuts[node] = cut.results, level, cut
+
+    def _cuts(self, operation: Operation) -> list[Cut]:
+        """List the cuts of an operator, those first that are taken at equal levels."""
+        own = {node: self.placements[node] for node in operation.inputs}
+        free = {node: WHOLE if held is TERMS and node in self.of_batch else held for node, held in own.items()}
+        cuts = [self._gradient_rows(operation, own)]
+        if TERMS in free.values():
+            cuts.append(cut_terms(operation, free))
+        later = {node: WHOLE if held is TERMS else held for node, held in free.items()}
+        cuts.append(self._by_rule(operation, later))
+        if cuts[-1] is None:  # leaves of the batch are there as a whole, too
+            whole_leaves = {node: WHOLE if node in self.of_batch else held for node, held in later.items()}
+            cuts.append(self._by_rule(operation, whole_leaves))
+        return [cut for cut in cuts if cut is not None]
+
+    def _by_rule(self, operation: Operation, offered: Mapping[fx.Node, Placements]) -> Cut | None:
+        rule = None if operation.name in self._without else rule_of(operation)
+        if rule is None or not any(isinstance(held, Rows) for held in offered.values()):
+            return None
+        return rule(operation, offered)
+
+    def _gradient_rows(self, operation: Operation, own: Mapping[fx.Node, Placements]) -> Cut | None:
+        """Cut gradients that the head has made before they meet weights: products with weights are not its work."""
+        if not is_backward(operation.node) or operation.name not in _PRODUCTS or {*own.values()} != {WHOLE}:
+            return None
+        if not self._weights.intersection(own):
+            return None
+        for node in own:
+            if not self.levels[node] or node in self._weights:
+                continue
+            for dim, size in enumerate(operation.shape_of(node)):
+                rows = Rows(dim, 1, size // self.samples)
+                cut = None if size % self.samples else self._by_rule(operation, {**own, node: rows})
+                if cut is not None and cut.results is not TERMS:
+                    return cut
+        return None
+
+    def _level(self, cut: Cut) -> int:
+        """Return the barriers before an operator that is cut like this."""
+        return max((self.levels[node] + self._waits(node, wanted) for node, wanted in cut.operands.items()), default=0)
+
+    def _waits(self, node: fx.Node, wanted: Placements) -> bool:
+        """Return whether to hold a value otherwise is to wait for all micro-batches."""
+        held = self.placements[node]
+        return node not in self.of_batch and held is not WHOLE and held != wanted
+
+    def _late(self) -> set[fx.Node]:
+        """Return what the head has to make as a whole: what micro-batches would make of it in a forward."""
+        late = set[fx.Node]()
+        for node in self.operations:
+            if self.levels[node] and not is_backward(node) and is_of_microbatch(self.placements[node]):
+                late.add(node)
+            for source, wanted in self.cuts[node].operands.items():
+                is_made = source.op == "call_function" and self._waits(source, wanted)
+                if is_made and (self.levels[source] or self.placements[source] is OWN):
+                    late.add(source.all_input_nodes[0] if takes_output(source) else source)
+        return late
+
+    def makes(self, node: fx.Node) -> bool:
+        """Return whether every micro-batch makes a value."""
+        return is_of_microbatch(self.placements[node])
+
+    def _find_head(self) -> None:
+        joint = self.joint
+        by_name = {node.name: node for node in self._nodes}
+        training = _ancestors(by_name[name] for name, _ in joint.gradients)
+        late = _ancestors(node for node in training if self.makes(node) and self.levels[node])
+        sampled = set[fx.Node]()
+        for node in self._nodes:
+            if node.name in joint.leaves or sampled.intersection(node.all_input_nodes):
+                sampled.add(node)
+        once = [
+            node for node in self.operations if node in sampled and node not in self.of_batch and not self.makes(node)
+        ]
+        self.head = tuple(node for node in once if self.levels[node] and node in late)
+        self.after = tuple(node for node in once if self.levels[node] and node not in late)
+        self.before = tuple(node for node in once if not self.levels[node])
+        self.has_barrier = any(self.makes(node) and self.levels[node] for node in training)
+
+    @property
+    def gathered(self) -> tuple[fx.Node, ...]:
+        """Return the values whose rows are put together for the head."""
+        return self._given(lambda held: isinstance(held, Rows))
+
+    @property
+    def added(self) -> tuple[fx.Node, ...]:
+        """Return the values whose terms are added for the head."""
+        return self._given(lambda held: held is TERMS)
+
+    def _given(self, is_wanted: Any) -> tuple[fx.Node, ...]:
+        inside = {*self.head}
+        sources = dict.fromkeys(source for node in self.head for source in self.cuts[node].operands)
+        outside = (node for node in sources if node not in inside and node not in self.of_batch)
+        return tuple(node for node in outside if is_wanted(self.placements[node]))
+
+    def numbers_per_sample(self) -> float:
+        """Return how many numbers of every sample the head is given."""
+        shapes = (node.meta["val"].shape for node in self.gathered)
+        return sum(math.prod(map(self._number, shape)) for shape in shapes) / self.samples
+
+
+def _all_whole(operation: Operation) -> Placements:
+    return (WHOLE,) * len(operation.shapes) if operation.has_several else WHOLE
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Return whether a node computes a size, which is a number for a batch that is known."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return nodes, and all that they are computed from."""
+    pending, ancestors = [*nodes], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in ancestors:
+            ancestors.add(node)
+            pending += node.all_input_nodes
+    return ancestors

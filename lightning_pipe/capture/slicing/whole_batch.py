@@ -1,0 +1,95 @@
+"""Make a joint graph one of the whole batch: sizes are numbers, and nothing divides inside by a part of the batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, makes_constant, row_of
+from lightning_pipe.capture.torch_private import OpOverload, operator_name
+from lightning_pipe.capture.weighing.insert import insert
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+
+
+def of_whole_batch(joint: JointGraph, samples: int) -> JointGraph:
+    """Return a graph that does the same for so many samples, and whose operators can be cut.
+
+    Means of `nll_loss` become sums divided by the weight of all valid targets, which depends on the batch alone.
+    Constants that are made like a tensor read nothing of it.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in joint.module.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    sizes = Sizes(joint)
+    renamed: dict[str, str] = {}
+    for node in [*graph.nodes]:
+        if node.target in WEIGHED_MEANS:
+            renamed |= _weighed_sum(node)
+        elif node.op == "call_function" and isinstance(node.target, OpOverload) and makes_constant(node.target):
+            _plain_constant(node, lambda size: sizes.number(size, samples))
+
+    def name(old: str) -> str:
+        return renamed.get(old, old)
+
+    return replace(
+        joint,
+        module=fx.GraphModule(joint.module, graph),
+        loss=None if joint.loss is None else name(joint.loss),
+        results=tuple(map(name, joint.results)),
+        mutations={state: name(value) for state, value in joint.mutations.items()},
+        gradients=tuple((name(value), parameter) for value, parameter in joint.gradients),
+    )
+
+
+def _weighed_sum(node: fx.Node) -> dict[str, str]:
+    """Let a loss be summed, and divided by the weight of its targets; return new names of its results."""
+    source, target, weight, reduction, ignored = node.args
+    if reduction not in (_MEAN, _SUM) or not isinstance(source, fx.Node) or not isinstance(target, fx.Node):
+        return {}
+    dtype = source.meta["val"].dtype
+    valid = insert(node, aten.ne.Scalar, target, ignored)
+    each = insert(node, aten._to_copy.default, valid, dtype=dtype)
+    if isinstance(weight, fx.Node):
+        safe = insert(node, aten.mul.Tensor, target, valid)
+        each = insert(node, aten.mul.Tensor, insert(node, aten.index.Tensor, weight, [safe]), valid)
+    total = insert(node, aten.sum.default, each)
+    node.args = (source, target, weight, _SUM, ignored)
+    taken = {user.args[1]: user for user in node.users}
+    after = node.next
+    summed = taken.get(0) or insert(after, operator.getitem, node, 0, like=node)
+    renamed = {}
+    if 1 in taken:
+        taken[1].replace_all_uses_with(total)
+        renamed[taken[1].name] = total.name
+        node.graph.erase_node(taken[1])
+    if reduction == _MEAN:
+        mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
+        summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+        renamed[summed.name] = mean.name
+    return renamed
+
+
+_ONES = ("ones_like", "new_ones")
+
+
+def _plain_constant(node: fx.Node, number: Callable[[Any], int]) -> None:
+    """Let a constant be made of its shape."""
+    row, value = row_of(node), node.meta["val"]
+    content: Any = 1 if operator_name(node) in _ONES else 0
+    if Trait.FILLS in row.traits:
+        content = node.args[row.filled_with]
+    if isinstance(content, fx.Node):
+        return
+    node.target = aten.full.default
+    node.args = ([*map(number, value.shape)], content)
+    node.kwargs = {"dtype": value.dtype, "device": value.device}

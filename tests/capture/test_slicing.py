@@ -1,0 +1,133 @@
+"""Laws of cutting the graph of a whole batch: whatever the micro-batches, every number is that of the uncut graph."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from capture.sliced_runs import Runs, deviation, worst_value
+from lightning_pipe.capture.capture import Request
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.trace import trace
+from lightning_pipe.capture.slicing.rules import RULES
+from lightning_pipe.capture.slicing.slicing import Slicing
+from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
+from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.step_function import NUMBERS
+from lightning_pipe.capture.tracked.number_expressions import Situation
+from models.sample_losses import entries
+from zoo import ZOO
+
+SAMPLES, SIZES = 13, (5, 5, 3)
+OTHER_SIZES = ((13,), (7, 6), (2, 2, 2, 2, 2, 2, 1), (11, 1, 1), (1,) * 13)
+NO_SAMPLES = {"volume_of_one", "gcn_index_add"}  # a batch of one sample; a graph, whose nodes are no samples
+ENTRIES = {name: entry for name, entry in ZOO.items() if entry.expected == "joint" and name not in NO_SAMPLES}
+ENTRIES |= entries()
+OWN_PRECISION = {"moe_dense": 1e-7, "autocast_inside": 1e-6, "llama": 1e-5}  # they compute in float32, or in bfloat16
+
+# What needs all samples before a gradient: all others keep 1F1B.
+HEADS = {
+    *"simclr moe_dense moe_capacity unet_resnet_encoder info_nce sim_clr supervised_contrastive triplet_hard".split(),
+    *"barlow_twins vicreg cox ranking ohem_topk norm_of_outputs correlation centred_features".split(),
+    *"dice root_of_a_mean flooding free_bits moe_balance".split(),
+}
+EVERY_TIME = (
+    "mean ignore_index sim_clr barlow_twins flooding ohem_topk mixup f1_logged picks_returned batch_norm".split()
+)
+EVERY_TIME += ["nanogpt_tied", "moe_capacity", "vae"]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@functools.cache
+def traced(name: str, symbolic: bool = False) -> tuple[JointGraph, dict[str, Any]]:
+    """Return the graph of a batch, and what it is given."""
+    torch.manual_seed(0)
+    module = ENTRIES[name].make_module().double().train()
+    torch.manual_seed(1)
+    leaves, structure = flatten(ENTRIES[name].make_batch(SAMPLES))
+    leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
+    _, structure = flatten(structure.fill(leaves))
+    joint = trace(Request(module, "training_step", structure, samples=SAMPLES, symbolic=symbolic))
+    joint = of_whole_batch(joint, SAMPLES)
+    state = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    numbers = torch.tensor(joint.guards.numbers.vector(Situation((0,))), dtype=torch.float64)
+    inputs: dict[str, Any] = {}
+    for node in joint.module.graph.nodes:
+        if node.op == "get_attr":
+            inputs[node.name] = functools.reduce(getattr, str(node.target).split("."), joint.module)
+        elif node.name in joint.leaves:
+            inputs[node.name] = leaves[joint.leaves[node.name]]
+        elif node.op == "placeholder":
+            own = {**joint.parameters, **joint.buffers}.get(node.name)
+            value = node.meta["val"]
+            ones = torch.ones(value.shape, dtype=value.dtype) if own is None else None
+            inputs[node.name] = ones if own is None else numbers if own == NUMBERS else state[own].detach().clone()
+    return joint, inputs
+
+
+def names(few: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in ENTRIES]
+
+
+@pytest.mark.parametrize("name", names(EVERY_TIME))
+def test_micro_batches_change_no_number(name: str) -> None:
+    """Loss, gradients, results and state are those of the uncut graph; so is every value that micro-batches make."""
+    joint, inputs = traced(name)
+    slicing = Slicing(joint, SAMPLES)
+    assert slicing.has_barrier == (name in HEADS)
+    limit = OWN_PRECISION.get(name, 1e-11)
+    assert max(deviation(Runs(slicing, SIZES, inputs)).values()) < limit
+    off, operator = worst_value(Runs(slicing, SIZES, inputs))
+    assert off < max(1e-9, limit), operator
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", OTHER_SIZES, ids=len)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_it_does_not_matter_how_samples_are_cut(name: str, sizes: tuple[int, ...]) -> None:
+    """One part, unequal parts, parts of one sample."""
+    joint, inputs = traced(name)
+    assert max(deviation(Runs(Slicing(joint, SAMPLES), sizes, inputs)).values()) < OWN_PRECISION.get(name, 1e-11)
+
+
+@pytest.mark.parametrize("name", names(["sim_clr", "vae"]))
+def test_a_rule_less_changes_no_number(name: str) -> None:
+    """Without half of the rules, or any, what is cut less waits more."""
+    joint, inputs = traced(name)
+    chance = random.Random(name)
+    for share in (0.5, 0.5, 1.0):
+        without = [rule for rule in sorted(RULES) if chance.random() < share]
+        runs = Runs(Slicing(joint, SAMPLES, without_rules=without), SIZES, inputs)
+        assert max(deviation(runs).values()) < OWN_PRECISION.get(name, 1e-11)
+
+
+@pytest.mark.parametrize("name", names(["nanogpt_tied", "masked_spans"]))
+def test_a_symbol_for_the_samples_changes_nothing(name: str) -> None:
+    """Where the number of samples is a symbol of the graph, the same has to wait."""
+    joint, inputs = traced(name, symbolic=True)
+    slicing = Slicing(joint, SAMPLES)
+    assert slicing.has_barrier == (name in HEADS)
+    assert max(deviation(Runs(slicing, SIZES, inputs)).values()) < OWN_PRECISION.get(name, 1e-11)
+
+
+def test_most_steps_keep_one_forward_one_backward() -> None:
+    """At least 85 of the graphs wait for nothing; the head of a mean that is flooded is given no rows."""
+    assert len(ENTRIES) - len(HEADS) >= 85
+    flooded = Slicing(traced("flooding")[0], SAMPLES)
+    assert not flooded.gathered
+    assert {node.meta["val"].numel() for node in flooded.added} == {1}
+    contrastive = Slicing(traced("sim_clr")[0], SAMPLES)
+    assert contrastive.numbers_per_sample() <= 48
