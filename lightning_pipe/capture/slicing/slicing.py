@@ -34,7 +34,8 @@ class Slicing:
     Args:
         joint: the graph.
         samples: number of samples of the batch.
-        rules: names of operators whose rules are not used; for tests.
+        batch_dim: dimension of the samples in the tensors of the batch.
+        without_rules: names of operators whose rules are not used; for tests.
 
     Attributes:
         joint, samples: as given.
@@ -48,8 +49,10 @@ class Slicing:
         before: what is computed once of no barrier, though it depends on samples.
     """
 
-    def __init__(self, joint: JointGraph, samples: int, *, without_rules: Iterable[str] = ()) -> None:
-        self.joint, self.samples = joint, samples
+    def __init__(
+        self, joint: JointGraph, samples: int, *, batch_dim: int = 0, without_rules: Iterable[str] = ()
+    ) -> None:
+        self.joint, self.samples, self._batch_dim = joint, samples, batch_dim
         self._without = frozenset(without_rules)
         self._nodes = [node for node in joint.module.graph.nodes if node.op != "output"]
         sizes = Sizes(joint)
@@ -106,9 +109,10 @@ class Slicing:
 
     def _of_input(self, node: fx.Node) -> Placements:
         value = node.meta.get("val")
-        if node.name not in self.joint.leaves or not isinstance(value, torch.Tensor) or not value.dim():
+        dim = self._batch_dim
+        if node.name not in self.joint.leaves or not isinstance(value, torch.Tensor) or value.dim() <= dim:
             return WHOLE
-        return Rows(0) if self._number(value.shape[0]) == self.samples else WHOLE
+        return Rows(dim) if self._number(value.shape[dim]) == self.samples else WHOLE
 
     def _number(self, size: Any) -> int:
         return Sizes(self.joint).number(size, self.samples)
