@@ -55,9 +55,9 @@ class Slicing:
         self.joint, self.samples, self._batch_dim = joint, samples, batch_dim
         self._without = frozenset(without_rules)
         self._nodes = [node for node in joint.module.graph.nodes if node.op != "output"]
-        sizes = Sizes(joint)
+        self._sizes = Sizes(joint)
         self.operations = {
-            node: Operation(node, samples, lambda size: sizes.number(size, samples))
+            node: Operation(node, samples, self._number)
             for node in self._nodes
             if node.op == "call_function" and not takes_output(node) and not _is_number(node)
         }
@@ -115,7 +115,7 @@ class Slicing:
         return Rows(dim) if self._number(value.shape[dim]) == self.samples else WHOLE
 
     def _number(self, size: Any) -> int:
-        return Sizes(self.joint).number(size, self.samples)
+        return self._sizes.number(size, self.samples)
 
     def _place(self, operation: Operation) -> None:
         """Choose of an operator's cuts the one that waits least; the earlier of equals."""
