@@ -14,7 +14,7 @@ from torch import fx
 
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
 from lightning_pipe.capture.slicing.operation import Cut, Operation
-from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing
 
 Values = dict[fx.Node, Any]
@@ -99,7 +99,7 @@ class Runs:
     def _together(self, parts: Sequence[Any], held: Any) -> Any:
         if held is WHOLE or parts[0] is None:
             return parts[0]
-        if held is OWN:
+        if held is LOCAL:
             return Parts(parts)
         return sum(parts[1:], parts[0]) if held is TERMS else held.join(parts, self.sizes)
 

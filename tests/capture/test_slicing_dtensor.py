@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from capture.test_slicing import ENTRIES, SAMPLES, traced
-from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing
 
 OTHER_OPINIONS = {
@@ -58,7 +58,7 @@ def placed(held: Any) -> Placement:
 
 def agrees(result: Any, other: Placement | None) -> bool:
     """Return whether a result is held as DTensor places it; a mean is a sum of terms for unequal micro-batches."""
-    if other is None or result is OWN:
+    if other is None or result is LOCAL:
         return True
     if isinstance(result, Rows) and result.outer > 1:
         return repr(other) == f"_StridedShard(dim={result.dim}, sf={result.outer})"

@@ -21,7 +21,7 @@ from lightning_pipe.capture.torch_private import operator_name
 def _fitting(operation: Operation, node: fx.Node, labels: Labels) -> list[Label]:
     """Take away labels of dimensions whose size is not that of the result's."""
     pairs = zip(labels, operation.shape_of(node), operation.shape, strict=False)
-    return [label if size == other else None for label, size, other in pairs]
+    return [label if size == expected else None for label, size, expected in pairs]
 
 
 @pattern("gather")
@@ -99,56 +99,56 @@ def _counts_samples(operation: Operation, node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if operator_name(node) != "arange":
         return False
-    made = Operation(node, operation.samples, operation.number)
-    return made.args in ([operation.samples], [0, operation.samples]) and made.shape == (operation.samples,)
+    arange = Operation(node, operation.samples, operation.number)
+    return arange.args in ([operation.samples], [0, operation.samples]) and arange.shape == (operation.samples,)
 
 
 def _indexed(operation: Operation, offered: Offered) -> _Indexed | None:
     """Return how rows of what is indexed, or of its indices, are picked."""
     source, listed = operation.args[:2]
-    given = {dim: index for dim, index in enumerate(listed) if index is not None}
-    if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given.values()):
+    indexed_by = {dim: index for dim, index in enumerate(listed) if index is not None}
+    if any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indexed_by.values()):
         return None
-    dims, rank = [*given], max(len(operation.shape_of(index)) for index in given.values())
+    dims, rank = [*indexed_by], max(len(operation.shape_of(index)) for index in indexed_by.values())
     at = dims[0] if dims == [*range(dims[0], dims[-1] + 1)] else 0  # where the dimensions of the indices go
     rows = offered[source]
     if isinstance(rows, Rows) and rows.dim not in dims:
-        before = sum(dim < rows.dim for dim in dims)
-        others = rows.dim - before  # its place among the dimensions that are not indexed
-        picked = replace(rows, dim=others if others < at else others + rank)
-        indices: dict[fx.Node, Placements] = dict.fromkeys(given.values(), WHOLE)
+        dims_before = sum(dim < rows.dim for dim in dims)
+        place = rows.dim - dims_before  # its place among the dimensions that are not indexed
+        picked = replace(rows, dim=place if place < at else place + rank)
+        indices: dict[fx.Node, Placements] = dict.fromkeys(indexed_by.values(), WHOLE)
         return _Indexed(picked, rows, indices)
-    own = next(((dim, index) for dim, index in given.items() if _counts_samples(operation, index)), None)
+    arange = next(((dim, index) for dim, index in indexed_by.items() if _counts_samples(operation, index)), None)
     shape = operation.shape_of(source)
-    if own is not None and shape[own[0]] == operation.samples and rows in (WHOLE, Rows(own[0])):
-        lead = rank - len(operation.shape_of(own[1]))
-        inside = operation.shape_of(own[1]).index(operation.samples) + lead
-        fit = _index_rows(operation, offered, given, rank, Rows(inside))
-        return None if fit is None else _Indexed(Rows(inside + at), Rows(own[0]), fit, frozenset([own[1]]))
+    if arange is not None and shape[arange[0]] == operation.samples and rows in (WHOLE, Rows(arange[0])):
+        lead = rank - len(operation.shape_of(arange[1]))
+        inside = operation.shape_of(arange[1]).index(operation.samples) + lead
+        fit = _index_rows(operation, offered, indexed_by, rank, Rows(inside))
+        return None if fit is None else _Indexed(Rows(inside + at), Rows(arange[0]), fit, frozenset([arange[1]]))
     if isinstance(rows, Rows):
         return None
-    for index in given.values():
-        if isinstance(held := offered[index], Rows):
-            inside_rows = replace(held, dim=held.dim + rank - len(operation.shape_of(index)))
-            fit = _index_rows(operation, offered, given, rank, inside_rows)
+    for index in indexed_by.values():
+        if isinstance(index_rows := offered[index], Rows):
+            inside_rows = replace(index_rows, dim=index_rows.dim + rank - len(operation.shape_of(index)))
+            fit = _index_rows(operation, offered, indexed_by, rank, inside_rows)
             return None if fit is None else _Indexed(replace(inside_rows, dim=inside_rows.dim + at), WHOLE, fit)
     return None
 
 
 def _index_rows(
-    operation: Operation, offered: Offered, given: dict[int, fx.Node], rank: int, rows: Rows
+    operation: Operation, offered: Offered, indexed_by: dict[int, fx.Node], rank: int, rows: Rows
 ) -> dict[fx.Node, Placements] | None:
     """Return how indices have to be held that are broadcast to so many dimensions with these rows."""
-    wanted: dict[fx.Node, Placements] = {}
-    for index in given.values():
+    required: dict[fx.Node, Placements] = {}
+    for index in indexed_by.values():
         shape = operation.shape_of(index)
         dim = rows.dim - (rank - len(shape))
         has_rows = dim >= 0 and shape[dim] == rows.size(operation.samples)
-        own = replace(rows, dim=dim) if has_rows else WHOLE
-        if isinstance(offered[index], Rows) and offered[index] != own:
+        placement = replace(rows, dim=dim) if has_rows else WHOLE
+        if isinstance(offered[index], Rows) and offered[index] != placement:
             return None
-        wanted[index] = own
-    return wanted
+        required[index] = placement
+    return required
 
 
 @rule("index", "_unsafe_index")
@@ -165,25 +165,25 @@ def indexes(operation: Operation, offered: Offered) -> Cut | None:
 def index_puts(operation: Operation, offered: Offered) -> Cut | None:
     """Put at tensors of places, or where a mask is true."""
     source, listed, moved = operation.args[:3]
-    given = [index for index in listed if index is not None]
+    index_tensors = [index for index in listed if index is not None]
     rank = len(operation.shape)
-    if any(index.meta["val"].dtype is torch.bool for index in given):
-        if len(listed) > 1 or operation.shape_of(given[0]) != operation.shape or operation.shape_of(moved):
+    if any(index.meta["val"].dtype is torch.bool for index in index_tensors):
+        if len(listed) > 1 or operation.shape_of(index_tensors[0]) != operation.shape or operation.shape_of(moved):
             return None
-        return Pattern(aligned(operation, [source, *given], rank), [labels_of(rank)]).cut(operation, offered)
-    if not any(isinstance(offered[node], Rows) for node in (source, *given)):
+        return Pattern(aligned(operation, [source, *index_tensors], rank), [labels_of(rank)]).cut(operation, offered)
+    if not any(isinstance(offered[node], Rows) for node in (source, *index_tensors)):
         return _put_rows(operation, offered)
     indexed = _indexed(operation, offered)
     if indexed is None:
         return None
-    values = rank - len(given) + max(len(operation.shape_of(index)) for index in given)
+    values = rank - len(index_tensors) + max(len(operation.shape_of(index)) for index in index_tensors)
     shape = operation.shape_of(moved)
     dim = indexed.picked.dim - (values - len(shape))
     has_rows = dim >= 0 and shape[dim] == indexed.picked.size(operation.samples)
-    wanted = replace(indexed.picked, dim=dim) if has_rows else WHOLE
-    if isinstance(offered[moved], Rows) and offered[moved] != wanted:
+    required = replace(indexed.picked, dim=dim) if has_rows else WHOLE
+    if isinstance(offered[moved], Rows) and offered[moved] != required:
         return None
-    operands: dict[fx.Node, Placements] = {**indexed.indices, moved: wanted}
+    operands: dict[fx.Node, Placements] = {**indexed.indices, moved: required}
     if isinstance(indexed.source, Rows):
         return Cut(indexed.source, {**operands, source: indexed.source}, places=indexed.places)
     accumulates = len(operation.args) > 3 and operation.args[3]
@@ -195,14 +195,14 @@ def _put_rows(operation: Operation, offered: Offered) -> Cut | None:
     source, listed, moved = operation.args[:3]
     rows = offered[moved]
     assert isinstance(rows, Rows)
-    given = {dim: index for dim, index in enumerate(listed) if index is not None}
-    dims, rank = [*given], max(len(operation.shape_of(index)) for index in given.values())
+    indexed_by = {dim: index for dim, index in enumerate(listed) if index is not None}
+    dims, rank = [*indexed_by], max(len(operation.shape_of(index)) for index in indexed_by.values())
     at = dims[0] if dims == [*range(dims[0], dims[-1] + 1)] else 0
-    free = [dim for dim in range(len(operation.shape)) if dim not in given]
+    free = [dim for dim in range(len(operation.shape)) if dim not in indexed_by]
     dim = rows.dim + len(free) + rank - len(operation.shape_of(moved))
     if at <= dim < at + rank:
         return None
     placed = replace(rows, dim=free[dim if dim < at else dim - rank])
     if operation.shape[placed.dim] != rows.size(operation.samples):
         return None
-    return Cut(placed, {**dict.fromkeys(given.values(), WHOLE), source: placed, moved: rows})
+    return Cut(placed, {**dict.fromkeys(indexed_by.values(), WHOLE), source: placed, moved: rows})

@@ -74,9 +74,9 @@ def views(operation: Operation, offered: Offered) -> Cut | None:
     assert isinstance(rows, Rows)
     blocks = math.prod(operation.shape_of(source)[: rows.dim]) * rows.outer  # that all samples follow each other
     for dim in reversed(range(len(shape))):
-        before = math.prod(shape[:dim])
-        if before and blocks % before == 0 and shape[dim] and shape[dim] % (blocks // before * samples) == 0:
-            outer = blocks // before
+        outside, size = math.prod(shape[:dim]), shape[dim]
+        if outside and size and blocks % outside == 0 and size % (blocks // outside * samples) == 0:
+            outer = blocks // outside
             placed = Rows(dim, outer, shape[dim] // (outer * samples))
             name = "shape" if operation.name == "reshape" else "size"
             return Cut(placed, {source: rows}, resized(operation, name)(placed))
@@ -114,17 +114,17 @@ def _moved(operation: Operation, labels: list[Label]) -> list[Label] | None:
         case "permute":
             return [labels[dim] for dim in operation.dims("dims")]
         case "transpose" | "t":
-            one, two = (0, rank - 1) if operation.name == "t" else (d % max(rank, 1) for d in operation.args[1:3])
-            order = [{one: two, two: one}.get(dim, dim) for dim in range(rank)]
+            first, second = (0, rank - 1) if operation.name == "t" else (d % max(rank, 1) for d in operation.args[1:3])
+            order = [{first: second, second: first}.get(dim, dim) for dim in range(rank)]
             return [labels[dim] for dim in order]
         case "select" | "unbind":
             at = operation.argument("dim", 0) % rank
             labels[at] = None
             return [*labels[:at], *labels[at + 1 :]]
         case "diagonal":
-            one, two = operation.argument("dim1", 0) % rank, operation.argument("dim2", 1) % rank
-            labels[one] = labels[two] = None
-            return [label for dim, label in enumerate(labels) if dim not in (one, two)] + [None]
+            first, second = operation.argument("dim1", 0) % rank, operation.argument("dim2", 1) % rank
+            labels[first] = labels[second] = None
+            return [label for dim, label in enumerate(labels) if dim not in (first, second)] + [None]
     return None
 
 
@@ -176,7 +176,7 @@ def splits(operation: Operation, offered: Offered) -> Cut | None:
         return Pattern([(source, labels_of(rank))], [labels_of(rank)] * len(operation.shapes)).cut(operation, offered)
     block, total = operation.samples * rows.per_sample, operation.samples
     parts = [shape[dim] for shape in operation.shapes if shape is not None]
-    if any(part % block for part in parts):
+    if any(size % block for size in parts):
         return None
 
     def arguments_of(samples: int) -> dict[str, object]:
@@ -184,7 +184,7 @@ def splits(operation: Operation, offered: Offered) -> Cut | None:
             return {"split_size": sizes // total * samples}
         return {"split_sizes": [size // total * samples for size in sizes]}
 
-    return Cut(tuple(replace(rows, outer=part // block) for part in parts), {source: rows}, arguments_of)
+    return Cut(tuple(replace(rows, outer=size // block) for size in parts), {source: rows}, arguments_of)
 
 
 @rule("cat")
@@ -196,14 +196,14 @@ def cats(operation: Operation, offered: Offered) -> Cut | None:
     if rows.dim != dim:
         operands = aligned(operation, sources, rank, without=[dim])
         return Pattern(operands, [labels_of(rank, without=[dim])]).cut(operation, offered)
-    block, wanted = operation.samples * rows.per_sample, dict[fx.Node, Rows]()
+    block, required = operation.samples * rows.per_sample, dict[fx.Node, Rows]()
     for source in sources:
-        size, is_held = operation.shape_of(source)[dim], offered[source]
-        wanted[source] = Rows(dim, size // block, rows.per_sample)
-        if size % block or (isinstance(is_held, Rows) and is_held != wanted[source]):
+        size, placement = operation.shape_of(source)[dim], offered[source]
+        required[source] = Rows(dim, size // block, rows.per_sample)
+        if size % block or (isinstance(placement, Rows) and placement != required[source]):
             return None
-    outer = sum(wanted[source].outer for source in sources)
-    return Cut(Rows(dim, outer, rows.per_sample), wanted)
+    outer = sum(required[source].outer for source in sources)
+    return Cut(Rows(dim, outer, rows.per_sample), required)
 
 
 @pattern("stack")

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
-from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Held, Placements, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
 
 _MEAN, _SUM = 1, 2  # values of `reduction`; 0 for none
@@ -26,9 +26,9 @@ def likelihoods(operation: Operation) -> Pattern | None:
     operands: list[tuple[fx.Node, Labels]] = [(source, ["n", *[None] * len(each)]), (target, each)]
     if is_back:
         operands += [(operation.argument("grad_output"), each)] if reduction == 0 else []
-        own = [operation.argument("total_weight")] if reduction == 0 else []  # which nobody reads then
-        return Pattern(operands, [["n", *[None] * len(each)]], own=own)
-    results: list[Labels | Held] = [each, OWN] if reduction == 0 else [[], []]
+        local = [operation.argument("total_weight")] if reduction == 0 else []  # which nobody reads then
+        return Pattern(operands, [["n", *[None] * len(each)]], local=local)
+    results: list[Labels | Kind] = [each, LOCAL] if reduction == 0 else [[], []]
     return Pattern(operands, results, sums=reduction != 0)
 
 
@@ -74,16 +74,17 @@ def cut_terms(operation: Operation, offered: Offered) -> Cut | None:
         numbers = [arg for arg in operation.args if isinstance(arg, int | float)]
         if condition in terms or (numbers and condition is not None):
             return None
-        later = {"other": 0} if numbers and name in ("add", "sub") else {}
-        return Cut(TERMS, {node: WHOLE if node is condition else TERMS for node in operation.inputs}, later=later)
+        after_first = {"other": 0} if numbers and name in ("add", "sub") else {}
+        added = {node: WHOLE if node is condition else TERMS for node in operation.inputs}
+        return Cut(TERMS, added, after_first=after_first)
     uses = sum(node is terms[0] for node in _listed(operation.args))
     is_factor = name in _TIMES and len(terms) == 1 and uses == 1
     is_divided = name == "div" and terms == [operation.args[0]] and uses == 1 and not operation.kwargs
     grows = name == "expand" and math.prod(operation.shape) > math.prod(operation.shape_of(terms[0]))
     if is_factor or is_divided or (name in _MOVES and not grows and not _rounds(operation)):
-        wanted: dict[fx.Node, Placements] = {node: _plain(offered[node]) for node in operation.inputs}
+        operands: dict[fx.Node, Placements] = {node: _plain(offered[node]) for node in operation.inputs}
         several = tuple(WHOLE if shape is None else TERMS for shape in operation.shapes)
-        return Cut(several if operation.has_several else TERMS, wanted)
+        return Cut(several if operation.has_several else TERMS, operands)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Held, Placement, Placements, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, operator_name
 
 Label = str | int | None  # of a dimension; None where its elements meet
@@ -44,8 +44,8 @@ class Operation:
         self.name = operator_name(node)
         self.args: list[Any] = [*fx.map_arg(node.args, plain)]
         self.kwargs: dict[str, Any] = dict(fx.map_arg(node.kwargs, plain))
-        given = zip(argument_names(node), self.args, strict=False)
-        self._named = {**argument_defaults(node), **dict(given), **self.kwargs}
+        positional = zip(argument_names(node), self.args, strict=False)
+        self._named = {**argument_defaults(node), **dict(positional), **self.kwargs}
         self.inputs = tuple(dict.fromkeys(_nodes([self.args, [*self.kwargs.values()]])))
         value = node.meta.get("val")
         self.shapes = tuple(map(self._shape, value if isinstance(value, tuple | list) else [value]))
@@ -80,7 +80,7 @@ class Operation:
 
     def call(self, cut: Cut, *, samples: int, is_first: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Return what a micro-batch with so many samples calls; the divisor and shifted places are not in it."""
-        changed = {**(cut.arguments(samples) if cut.arguments else {}), **({} if is_first else cut.later)}
+        changed = {**(cut.arguments(samples) if cut.arguments else {}), **({} if is_first else cut.after_first)}
         if cut.summed:
             dims, keeps = self.argument("dim"), self.argument("keepdim", False)
             return torch.ops.aten.sum.dim_IntList, (self.args[0], dims or [], keeps), {}
@@ -112,7 +112,7 @@ class Cut:
         divisor: by what its result is divided; None for nothing.
         places: operands that hold places of samples in the batch, which become those in the micro-batch.
         summed: whether a mean is taken as a sum.
-        later: arguments, by name, for all micro-batches but the first.
+        after_first: arguments, by name, for all micro-batches but the first.
     """
 
     results: Placements
@@ -121,7 +121,7 @@ class Cut:
     divisor: int | None = None
     places: frozenset[fx.Node] = frozenset()
     summed: bool = False
-    later: Mapping[str, Any] = field(default_factory=dict)
+    after_first: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,15 +133,15 @@ class Pattern:
         results: labels of the dimensions of each result, or how it is held whatever the operands are.
         sums: whether rows with a label that a result has not are summed in it; else they cannot be cut.
         added: operands that are added to the result: terms where that is one.
-        own: operands that every micro-batch has made for itself.
+        local: operands that every micro-batch has made for itself.
         arguments: as in `Cut`, given the rows of the first result.
     """
 
     operands: Sequence[tuple[fx.Node, Labels]]
-    results: Sequence[Labels | Held]
+    results: Sequence[Labels | Kind]
     sums: bool = False
     added: Sequence[fx.Node] = ()
-    own: Sequence[fx.Node] = ()
+    local: Sequence[fx.Node] = ()
     arguments: Callable[[Rows], Arguments] | None = None
 
     def cut(self, operation: Operation, offered: Offered) -> Cut | None:
@@ -150,27 +150,28 @@ class Pattern:
         if first is None:
             return None
         rows, label = first
-        wanted: dict[fx.Node, Placements] = {}
+        operands: dict[fx.Node, Placements] = {}
         for node, labels in self.operands:
-            own = _placed(rows, label, labels, operation.shape_of(node), operation.samples)
-            if own is None or wanted.setdefault(node, own) != own:
+            placement = _placed(rows, label, labels, operation.shape_of(node), operation.samples)
+            if placement is None or operands.setdefault(node, placement) != placement:
                 return None
-        held: list[Placement] = []
+        placements: list[Placement] = []
         for result_labels, shape in zip(self.results, operation.shapes, strict=True):
             result = self._result(rows, label, result_labels, shape, operation.samples)
             if result is None:
                 return None
-            held.append(result)
-        if held[0] is TERMS:
-            wanted |= dict.fromkeys(self.added, TERMS)
-        wanted |= dict.fromkeys(self.own, OWN)
-        wanted = {node: wanted.get(node, WHOLE) for node in operation.inputs}
-        if any(
-            offered[node] is OWN or isinstance(offered[node], Rows) for node in wanted if offered[node] != wanted[node]
-        ):
+            placements.append(result)
+        if placements[0] is TERMS:
+            operands |= dict.fromkeys(self.added, TERMS)
+        operands |= dict.fromkeys(self.local, LOCAL)
+        operands = {node: operands.get(node, WHOLE) for node in operation.inputs}
+        differing = [offered[node] for node in operands if offered[node] != operands[node]]
+        if any(placement is LOCAL or isinstance(placement, Rows) for placement in differing):
             return None
-        local = self.arguments(held[0]) if self.arguments is not None and isinstance(held[0], Rows) else None
-        return Cut(tuple(held) if operation.has_several else held[0], wanted, local)
+        first_result, arguments = placements[0], None
+        if self.arguments is not None and isinstance(first_result, Rows):
+            arguments = self.arguments(first_result)
+        return Cut(tuple(placements) if operation.has_several else first_result, operands, arguments)
 
     def _first_rows(self, offered: Offered) -> tuple[Rows, Label] | None:
         """Return the first rows that are offered, with the label of their dimension."""
@@ -182,10 +183,10 @@ class Pattern:
         return None
 
     def _result(
-        self, rows: Rows, label: Label, labels: Labels | Held, shape: Shape | None, samples: int
+        self, rows: Rows, label: Label, labels: Labels | Kind, shape: Shape | None, samples: int
     ) -> Placement | None:
-        if isinstance(labels, Held) or shape is None:
-            return labels if isinstance(labels, Held) else WHOLE
+        if isinstance(labels, Kind) or shape is None:
+            return labels if isinstance(labels, Kind) else WHOLE
         if label in labels:
             placed = replace(rows, dim=[*labels].index(label))
             return placed if shape[placed.dim] == rows.size(samples) else None

@@ -3,7 +3,7 @@
     Rows    every micro-batch has the rows of its samples               DTensor's `Shard`, `_StridedShard`
     TERMS   every micro-batch has a term; the value is their sum        DTensor's `Partial`
     WHOLE   one value: of no sample, or of all of them                  DTensor's `Replicate`
-    OWN     every micro-batch has a value of its own, which makes none of the batch (statistics of a batch norm)
+    LOCAL   every micro-batch has a value of its own, which makes none of the batch (statistics of a batch norm)
 
 Rows are cut out of a whole value for nothing. To put rows together, or to add terms, is to wait for all micro-batches:
 a barrier.
@@ -36,9 +36,9 @@ class Rows:
         """Return the elements of the dimension for so many samples."""
         return self.outer * samples * self.per_sample
 
-    def cut(self, whole: torch.Tensor, *, start: int, samples: int, total: int) -> torch.Tensor:
+    def cut(self, value: torch.Tensor, *, start: int, samples: int, total: int) -> torch.Tensor:
         """Return the rows of the samples from `start` on, out of those of `total` samples."""
-        blocks: torch.Tensor = whole.unflatten(self.dim, (self.outer, total, self.per_sample))
+        blocks: torch.Tensor = value.unflatten(self.dim, (self.outer, total, self.per_sample))
         return blocks.narrow(self.dim + 1, start, samples).flatten(self.dim, self.dim + 2)
 
     def join(self, parts: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
@@ -50,20 +50,20 @@ class Rows:
         return torch.cat(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-class Held(Enum):
+class Kind(Enum):
     """The ways of holding a value without rows; the module says what they mean."""
 
     TERMS = "terms"
     WHOLE = "whole"
-    OWN = "own"
+    LOCAL = "local"
 
 
-TERMS, WHOLE, OWN = Held.TERMS, Held.WHOLE, Held.OWN
-Placement = Rows | Held
+TERMS, WHOLE, LOCAL = Kind.TERMS, Kind.WHOLE, Kind.LOCAL
+Placement = Rows | Kind
 Placements = Placement | tuple[Placement, ...]  # a tuple for an operator with several results
 
 
 def is_of_microbatch(placement: Placements) -> bool:
     """Return whether every micro-batch makes the value, or one of several results."""
     several = placement if isinstance(placement, tuple) else (placement,)
-    return any(one is not WHOLE for one in several)
+    return any(placement is not WHOLE for placement in several)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
-from lightning_pipe.capture.slicing.placement import OWN, Held, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, Kind, Rows
 from lightning_pipe.capture.slicing.rules import labels_of, pattern, rule
 
 _PRODUCTS = {
@@ -23,9 +23,9 @@ _PRODUCTS = {
 @pattern(*_PRODUCTS)
 def products(operation: Operation) -> Pattern:
     """Contract rows to terms; what a product is added to becomes a term, too."""
-    one, two, result = _PRODUCTS[operation.name]
+    left_labels, right_labels, result = _PRODUCTS[operation.name]
     *added, left, right = operation.args[: 3 if "add" in operation.name else 2]
-    operands: list[tuple[fx.Node, Labels]] = [(left, one), (right, two)]
+    operands: list[tuple[fx.Node, Labels]] = [(left, left_labels), (right, right_labels)]
     for node in added:
         shape = operation.shape_of(node)
         operands.append((node, result[len(result) - len(shape) :]))
@@ -35,12 +35,12 @@ def products(operation: Operation) -> Pattern:
 @pattern("_cdist_forward")
 def distances(operation: Operation) -> Pattern | None:
     """Give every row of one operand its distance from every row of the other."""
-    one, two = operation.args[:2]
+    left, right = operation.args[:2]
     rank = len(operation.shape)
-    if {len(operation.shape_of(one)), len(operation.shape_of(two))} != {rank}:
+    if {len(operation.shape_of(left)), len(operation.shape_of(right))} != {rank}:
         return None
     lead = labels_of(rank - 2)
-    return Pattern([(one, [*lead, "m", None]), (two, [*lead, "n", None])], [[*lead, "m", "n"]])
+    return Pattern([(left, [*lead, "m", None]), (right, [*lead, "n", None])], [[*lead, "m", "n"]])
 
 
 _WINDOWS = (
@@ -122,13 +122,13 @@ def group_norms(operation: Operation) -> Pattern:
 def batch_norms(operation: Operation, offered: Offered) -> Cut | None:
     """Take the statistics of a micro-batch: the exception. Where channels are rows (an instance norm) nothing meets."""
     source, rank = operation.args[0], len(operation.shape)
-    others = [node for node in operation.inputs if node is not source]
+    vectors = [node for node in operation.inputs if node is not source]
     by_channel: list[Label] = [None, "c", *[None] * (rank - 2)]
     channels = Pattern(
-        [(source, by_channel), *((node, "c") for node in others)],
+        [(source, by_channel), *((node, "c") for node in vectors)],
         [by_channel, *["c"] * (len(operation.shapes) - 1)],
     ).cut(operation, offered)
-    statistics: list[Labels | Held] = [OWN] * (len(operation.shapes) - 1)
+    statistics: list[Labels | Kind] = [LOCAL] * (len(operation.shapes) - 1)
     samples = Pattern([(source, _first_dim(operation, source))], [_first_dim(operation, source), *statistics])
     return channels or samples.cut(operation, offered)
 
@@ -138,14 +138,14 @@ def batch_norms_backward(operation: Operation, offered: Offered) -> Cut | None:
     """Differentiate with the statistics that the forward took."""
     rank = len(operation.shape)
     sources = _tensors(operation, ["grad_out", "grad_output", "input"])
-    rest = [node for node in operation.inputs if node not in sources]
+    vectors = [node for node in operation.inputs if node not in sources]
     by_channel: list[Label] = [None, "c", *[None] * (rank - 2)]
     channels = Pattern(
-        [*((node, by_channel) for node in sources), *((node, "c") for node in rest)], [by_channel, "c", "c"]
+        [*((node, by_channel) for node in sources), *((node, "c") for node in vectors)], [by_channel, "c", "c"]
     ).cut(operation, offered)
-    own = [node for node in rest if offered[node] is OWN]
+    local = [node for node in vectors if offered[node] is LOCAL]
     first = _first_dim(operation, sources[0])
-    samples = Pattern([(node, first) for node in sources], [first, [], []], sums=True, own=own)
+    samples = Pattern([(node, first) for node in sources], [first, [], []], sums=True, local=local)
     return channels or samples.cut(operation, offered)
 
 
@@ -162,8 +162,8 @@ def attention(operation: Operation) -> Pattern:
     for mask in masks:
         shape = operation.shape_of(mask)
         operands.append((mask, ["b", "h", None, None][4 - len(shape) :]))
-    results: list[Labels | Held] = [
-        ["b", "h", None, None][: len(shape)] if shape and len(shape) > 2 else OWN for shape in operation.shapes
+    results: list[Labels | Kind] = [
+        ["b", "h", None, None][: len(shape)] if shape and len(shape) > 2 else LOCAL for shape in operation.shapes
     ]
-    own = [node for node in operation.inputs if node not in (*rows, *masks)]
-    return Pattern(operands, results, own=own)
+    local = [node for node in operation.inputs if node not in (*rows, *masks)]
+    return Pattern(operands, results, local=local)

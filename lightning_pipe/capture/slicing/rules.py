@@ -33,8 +33,8 @@ def pattern(*names: str) -> Callable[[Callable[[Operation], Pattern | None]], Ca
 
     def add(function: Callable[[Operation], Pattern | None]) -> Callable[[Operation], Pattern | None]:
         def cut(operation: Operation, offered: Offered) -> Cut | None:
-            made = function(operation)
-            return None if made is None else made.cut(operation, offered)
+            dimensions = function(operation)
+            return None if dimensions is None else dimensions.cut(operation, offered)
 
         RULES.update(dict.fromkeys(names, cut))
         return function

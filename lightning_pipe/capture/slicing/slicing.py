@@ -21,7 +21,7 @@ from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing import index_rules, layout_rules, product_rules  # noqa: F401  register rules
 from lightning_pipe.capture.slicing.loss_rules import cut_terms
 from lightning_pipe.capture.slicing.operation import Cut, Operation
-from lightning_pipe.capture.slicing.placement import OWN, TERMS, WHOLE, Placements, Rows, is_of_microbatch
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
 from lightning_pipe.capture.slicing.rules import rule_of
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
@@ -46,7 +46,7 @@ class Slicing:
         of_batch: values that depend on the batch, buffers and constants alone.
         head: what needs all samples and is needed by a backward, in order.
         after: what needs all samples and is a result only.
-        before: what is computed once of no barrier, though it depends on samples.
+        early: what is computed once before any barrier, though it depends on samples.
     """
 
     def __init__(
@@ -84,11 +84,12 @@ class Slicing:
         for node in self._nodes:
             if node.op == "call_function":
                 draws = is_random(node) and operator_name(node) != "randperm"
-                own = not draws and of_batch.issuperset(node.all_input_nodes)
+                is_of_batch = not draws and of_batch.issuperset(node.all_input_nodes)
             else:
-                kept = node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations
-                own = kept or node.name in joint.leaves or node.name in joint.tangents or node.op == "get_attr"
-            if own:
+                is_buffer = node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations
+                is_given = node.name in joint.leaves or node.name in joint.tangents
+                is_of_batch = is_buffer or is_given or node.op == "get_attr"
+            if is_of_batch:
                 of_batch.add(node)
         return frozenset(of_batch)
 
@@ -131,48 +132,49 @@ class Slicing:
 
     def _cuts(self, operation: Operation) -> list[Cut]:
         """List the cuts of an operator, those first that are taken at equal levels."""
-        own = {node: self.placements[node] for node in operation.inputs}
-        free = {node: WHOLE if held is TERMS and node in self.of_batch else held for node, held in own.items()}
-        cuts = [self._gradient_rows(operation, own)]
+        placements = {node: self.placements[node] for node in operation.inputs}
+        free = placements | {node: WHOLE for node in placements if placements[node] is TERMS and node in self.of_batch}
+        cuts = [self._gradient_rows(operation, placements)]
         if TERMS in free.values():
             cuts.append(cut_terms(operation, free))
-        later = {node: WHOLE if held is TERMS else held for node, held in free.items()}
-        cuts.append(self._by_rule(operation, later))
+        added = {node: WHOLE if placement is TERMS else placement for node, placement in free.items()}
+        cuts.append(self._by_rule(operation, added))
         if cuts[-1] is None:  # leaves of the batch are there as a whole, too
-            whole_leaves = {node: WHOLE if node in self.of_batch else held for node, held in later.items()}
+            whole_leaves = {node: WHOLE if node in self.of_batch else placement for node, placement in added.items()}
             cuts.append(self._by_rule(operation, whole_leaves))
         return [cut for cut in cuts if cut is not None]
 
     def _by_rule(self, operation: Operation, offered: Mapping[fx.Node, Placements]) -> Cut | None:
         rule = None if operation.name in self._without else rule_of(operation)
-        if rule is None or not any(isinstance(held, Rows) for held in offered.values()):
+        if rule is None or not any(isinstance(placement, Rows) for placement in offered.values()):
             return None
         return rule(operation, offered)
 
-    def _gradient_rows(self, operation: Operation, own: Mapping[fx.Node, Placements]) -> Cut | None:
+    def _gradient_rows(self, operation: Operation, placements: Mapping[fx.Node, Placements]) -> Cut | None:
         """Cut gradients that the head has made before they meet weights: products with weights are not its work."""
-        if not is_backward(operation.node) or operation.name not in _PRODUCTS or {*own.values()} != {WHOLE}:
+        if not is_backward(operation.node) or operation.name not in _PRODUCTS or {*placements.values()} != {WHOLE}:
             return None
-        if not self._weights.intersection(own):
+        if not self._weights.intersection(placements):
             return None
-        for node in own:
+        for node in placements:
             if not self.levels[node] or node in self._weights:
                 continue
             for dim, size in enumerate(operation.shape_of(node)):
                 rows = Rows(dim, 1, size // self.samples)
-                cut = None if size % self.samples else self._by_rule(operation, {**own, node: rows})
+                cut = None if size % self.samples else self._by_rule(operation, {**placements, node: rows})
                 if cut is not None and cut.results is not TERMS:
                     return cut
         return None
 
     def _level(self, cut: Cut) -> int:
         """Return the barriers before an operator that is cut like this."""
-        return max((self.levels[node] + self._waits(node, wanted) for node, wanted in cut.operands.items()), default=0)
+        levels = [self.levels[node] + self._waits(node, required) for node, required in cut.operands.items()]
+        return max(levels, default=0)
 
-    def _waits(self, node: fx.Node, wanted: Placements) -> bool:
+    def _waits(self, node: fx.Node, required: Placements) -> bool:
         """Return whether to hold a value otherwise is to wait for all micro-batches."""
-        held = self.placements[node]
-        return node not in self.of_batch and held is not WHOLE and held != wanted
+        placement = self.placements[node]
+        return node not in self.of_batch and placement is not WHOLE and placement != required
 
     def _late(self) -> set[fx.Node]:
         """Return what the head has to make as a whole: what micro-batches would make of it in a forward."""
@@ -180,9 +182,9 @@ class Slicing:
         for node in self.operations:
             if self.levels[node] and not is_backward(node) and is_of_microbatch(self.placements[node]):
                 late.add(node)
-            for source, wanted in self.cuts[node].operands.items():
-                is_made = source.op == "call_function" and self._waits(source, wanted)
-                if is_made and (self.levels[source] or self.placements[source] is OWN):
+            for source, required in self.cuts[node].operands.items():
+                is_made = source.op == "call_function" and self._waits(source, required)
+                if is_made and (self.levels[source] or self.placements[source] is LOCAL):
                     late.add(source.all_input_nodes[0] if takes_output(source) else source)
         return late
 
@@ -199,29 +201,29 @@ class Slicing:
         for node in self._nodes:
             if node.name in joint.leaves or sampled.intersection(node.all_input_nodes):
                 sampled.add(node)
-        once = [
+        computed_once = [
             node for node in self.operations if node in sampled and node not in self.of_batch and not self.makes(node)
         ]
-        self.head = tuple(node for node in once if self.levels[node] and node in late)
-        self.after = tuple(node for node in once if self.levels[node] and node not in late)
-        self.before = tuple(node for node in once if not self.levels[node])
+        self.head = tuple(node for node in computed_once if self.levels[node] and node in late)
+        self.after = tuple(node for node in computed_once if self.levels[node] and node not in late)
+        self.early = tuple(node for node in computed_once if not self.levels[node])
         self.has_barrier = any(self.makes(node) and self.levels[node] for node in training)
 
     @property
     def gathered(self) -> tuple[fx.Node, ...]:
         """Return the values whose rows are put together for the head."""
-        return self._given(lambda held: isinstance(held, Rows))
+        return self._head_inputs(lambda placement: isinstance(placement, Rows))
 
     @property
     def added(self) -> tuple[fx.Node, ...]:
         """Return the values whose terms are added for the head."""
-        return self._given(lambda held: held is TERMS)
+        return self._head_inputs(lambda placement: placement is TERMS)
 
-    def _given(self, is_wanted: Any) -> tuple[fx.Node, ...]:
+    def _head_inputs(self, is_right: Any) -> tuple[fx.Node, ...]:
         inside = {*self.head}
         sources = dict.fromkeys(source for node in self.head for source in self.cuts[node].operands)
         outside = (node for node in sources if node not in inside and node not in self.of_batch)
-        return tuple(node for node in outside if is_wanted(self.placements[node]))
+        return tuple(node for node in outside if is_right(self.placements[node]))
 
     def numbers_per_sample(self) -> float:
         """Return how many numbers of every sample the head is given."""
