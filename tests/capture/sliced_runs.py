@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
-from lightning_pipe.capture.slicing.operation import Cut, Operation
+from lightning_pipe.capture.slicing.operation import SampleCut, BatchOperation
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing
 
@@ -43,7 +43,7 @@ class Runs:
         self.inputs = {node: inputs[node.name] for node in given}
         self.dice = {node: k for k, node in enumerate(filter(is_random, self.nodes))}
 
-    def _call(self, operation: Operation, read: Read, microbatch: int | None = None) -> Any:
+    def _call(self, operation: BatchOperation, read: Read, microbatch: int | None = None) -> Any:
         node = operation.node
         target, args, kwargs = node.target, tuple(operation.args), operation.kwargs
         cut = self.slicing.cuts[node]
@@ -81,7 +81,7 @@ class Runs:
                 values[node] = self._call(operation, values.__getitem__)
         return values
 
-    def _by_microbatch(self, operation: Operation, values: Values) -> Any:
+    def _by_microbatch(self, operation: BatchOperation, values: Values) -> Any:
         wanted = self.slicing.cuts[operation.node].operands
         results = []
         for m in range(len(self.sizes)):
@@ -156,8 +156,8 @@ class Runs:
         if takes_output(node):
             several = values[node.args[0]]
             return several[m][node.args[1]]
-        operation: Operation = self.slicing.operations[node]
-        cut: Cut = self.slicing.cuts[node]
+        operation: BatchOperation = self.slicing.operations[node]
+        cut: SampleCut = self.slicing.cuts[node]
         return self._call(operation, lambda source: read(source, cut.operands[source], m), m)
 
 

@@ -12,20 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
 from lightning_pipe.capture.slicing.placement import TERMS, WHOLE, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
 from lightning_pipe.capture.torch_private import operator_name
 
 
-def _fitting(operation: Operation, node: fx.Node, labels: Labels) -> list[Label]:
+def _fitting(operation: BatchOperation, node: fx.Node, labels: Labels) -> list[Label]:
     """Take away labels of dimensions whose size is not that of the result's."""
     pairs = zip(labels, operation.shape_of(node), operation.shape, strict=False)
     return [label if size == expected else None for label, size, expected in pairs]
 
 
 @pattern("gather")
-def gathers(operation: Operation) -> Pattern:
+def gathers(operation: BatchOperation) -> Pattern:
     """Pick along a dimension: of each row, or rows of what has none by places that have some."""
     source, dim, places = operation.args[:3]
     labels = labels_of(len(operation.shape))
@@ -35,7 +35,7 @@ def gathers(operation: Operation) -> Pattern:
 
 
 @pattern("scatter", "scatter_add", "scatter_reduce")
-def scatters(operation: Operation) -> Pattern:
+def scatters(operation: BatchOperation) -> Pattern:
     """Put along a dimension; what is added into it along a dimension of samples is a sum of terms."""
     source, dim, *moved = operation.args[:4]
     rank = len(operation.shape)
@@ -48,7 +48,7 @@ def scatters(operation: Operation) -> Pattern:
 
 
 @pattern("index_add")
-def index_adds(operation: Operation) -> Pattern:
+def index_adds(operation: BatchOperation) -> Pattern:
     """Add rows to places; rows of samples are terms."""
     source, dim, places, moved = operation.args[:4]
     rank = len(operation.shape)
@@ -58,7 +58,7 @@ def index_adds(operation: Operation) -> Pattern:
 
 
 @pattern("index_select")
-def index_selects(operation: Operation) -> Pattern:
+def index_selects(operation: BatchOperation) -> Pattern:
     """Pick along a dimension by places that all rows share, or that have rows."""
     source, dim, places = operation.args[:3]
     rank = len(operation.shape)
@@ -68,14 +68,14 @@ def index_selects(operation: Operation) -> Pattern:
 
 
 @pattern("embedding")
-def embeds(operation: Operation) -> Pattern:
+def embeds(operation: BatchOperation) -> Pattern:
     """Pick rows of a table."""
     labels = labels_of(len(operation.shape) - 1)
     return Pattern([(operation.args[1], labels)], [[*labels, None]])
 
 
 @pattern("embedding_dense_backward")
-def embedding_backward(operation: Operation) -> Pattern | None:
+def embedding_backward(operation: BatchOperation) -> Pattern | None:
     """Add rows to a table, unless they are scaled by how often the batch has each."""
     gradient, places = operation.args[:2]
     if operation.argument("scale_grad_by_freq", False):
@@ -93,17 +93,17 @@ class _Indexed(NamedTuple):
     places: frozenset[fx.Node] = frozenset()
 
 
-def _counts_samples(operation: Operation, node: fx.Node) -> bool:
+def _counts_samples(operation: BatchOperation, node: fx.Node) -> bool:
     """Return whether a value numbers the samples: `arange(n)`, whatever its shape and type."""
     while operator_name(node) in ("unsqueeze", "view", "clone", "_to_copy", "lift_fresh_copy"):
         node = node.all_input_nodes[0]
     if operator_name(node) != "arange":
         return False
-    arange = Operation(node, operation.samples, operation.number)
+    arange = BatchOperation(node, operation.samples, operation.number)
     return arange.args in ([operation.samples], [0, operation.samples]) and arange.shape == (operation.samples,)
 
 
-def _indexed(operation: Operation, offered: Offered) -> _Indexed | None:
+def _indexed(operation: BatchOperation, offered: Offered) -> _Indexed | None:
     """Return how rows of what is indexed, or of its indices, are picked."""
     source, listed = operation.args[:2]
     indexed_by = {dim: index for dim, index in enumerate(listed) if index is not None}
@@ -136,7 +136,7 @@ def _indexed(operation: Operation, offered: Offered) -> _Indexed | None:
 
 
 def _index_rows(
-    operation: Operation, offered: Offered, indexed_by: dict[int, fx.Node], rank: int, rows: Rows
+    operation: BatchOperation, offered: Offered, indexed_by: dict[int, fx.Node], rank: int, rows: Rows
 ) -> dict[fx.Node, Placements] | None:
     """Return how indices have to be held that are broadcast to so many dimensions with these rows."""
     required: dict[fx.Node, Placements] = {}
@@ -152,17 +152,17 @@ def _index_rows(
 
 
 @rule("index", "_unsafe_index")
-def indexes(operation: Operation, offered: Offered) -> Cut | None:
+def indexes(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Pick by tensors of places."""
     indexed = _indexed(operation, offered)
     if indexed is None:
         return None
     operands = {**indexed.indices, operation.args[0]: indexed.source}
-    return Cut(indexed.picked, operands, places=indexed.places)
+    return SampleCut(indexed.picked, operands, places=indexed.places)
 
 
 @rule("index_put", "_unsafe_index_put")
-def index_puts(operation: Operation, offered: Offered) -> Cut | None:
+def index_puts(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Put at tensors of places, or where a mask is true."""
     source, listed, moved = operation.args[:3]
     index_tensors = [index for index in listed if index is not None]
@@ -185,12 +185,12 @@ def index_puts(operation: Operation, offered: Offered) -> Cut | None:
         return None
     operands: dict[fx.Node, Placements] = {**indexed.indices, moved: required}
     if isinstance(indexed.source, Rows):
-        return Cut(indexed.source, {**operands, source: indexed.source}, places=indexed.places)
+        return SampleCut(indexed.source, {**operands, source: indexed.source}, places=indexed.places)
     accumulates = len(operation.args) > 3 and operation.args[3]
-    return Cut(TERMS, {**operands, source: TERMS}, places=indexed.places) if accumulates else None
+    return SampleCut(TERMS, {**operands, source: TERMS}, places=indexed.places) if accumulates else None
 
 
-def _put_rows(operation: Operation, offered: Offered) -> Cut | None:
+def _put_rows(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Put values with rows in dimensions that are not indexed."""
     source, listed, moved = operation.args[:3]
     rows = offered[moved]
@@ -205,4 +205,4 @@ def _put_rows(operation: Operation, offered: Offered) -> Cut | None:
     placed = replace(rows, dim=free[dim if dim < at else dim - rank])
     if operation.shape[placed.dim] != rows.size(operation.samples):
         return None
-    return Cut(placed, {**dict.fromkeys(indexed_by.values(), WHOLE), source: placed, moved: rows})
+    return SampleCut(placed, {**dict.fromkeys(indexed_by.values(), WHOLE), source: placed, moved: rows})

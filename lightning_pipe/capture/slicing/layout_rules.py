@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Cut, Label, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.operation import SampleCut, Label, Offered, BatchOperation, Pattern
 from lightning_pipe.capture.slicing.placement import TERMS, Rows
 from lightning_pipe.capture.slicing.rules import RULES, aligned, labels_of, pattern, resized, rule
 
@@ -18,7 +18,7 @@ from lightning_pipe.capture.slicing.rules import RULES, aligned, labels_of, patt
     "softplus_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward "
     "softshrink_backward rrelu_with_noise_backward _prelu_kernel _prelu_kernel_backward".split()
 )
-def by_element(operation: Operation) -> Pattern:
+def by_element(operation: BatchOperation) -> Pattern:
     """Line operands up by broadcasting."""
     rank = max((len(shape) for shape in operation.shapes if shape is not None), default=0)
     results = [labels_of(rank)] * len(operation.shapes)
@@ -29,7 +29,7 @@ def by_element(operation: Operation) -> Pattern:
     *"sum mean amax amin prod any all argmax argmin logsumexp var std norm linalg_vector_norm max min count_nonzero "
     "var_mean std_mean median kthvalue mode nansum".split()
 )
-def reduces(operation: Operation, offered: Offered) -> Cut | None:
+def reduces(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Keep what is reduced in other dimensions; add the terms of sums and means over samples."""
     source = operation.args[0]
     if len(operation.inputs) > 1:
@@ -51,7 +51,7 @@ def reduces(operation: Operation, offered: Offered) -> Cut | None:
     *"_softmax _log_softmax _safe_softmax _softmax_backward_data _log_softmax_backward_data cumsum cumprod "
     "logcumsumexp sort topk argsort cummax cummin glu glu_backward _fft_c2c _fft_r2c _fft_c2r".split()
 )
-def along(operation: Operation) -> Pattern:
+def along(operation: BatchOperation) -> Pattern:
     """Let elements meet along the dimensions that are listed."""
     rank, dims = len(operation.shape_of(operation.args[0])), operation.dims()
     results = [labels_of(rank, without=dims)] * len(operation.shapes)
@@ -59,7 +59,7 @@ def along(operation: Operation) -> Pattern:
 
 
 @pattern("flip", "roll")
-def turns(operation: Operation) -> Pattern:
+def turns(operation: BatchOperation) -> Pattern:
     """Let elements change places along the dimensions that are listed."""
     rank = len(operation.shape)
     labels = labels_of(rank, without=operation.dims("dims"))
@@ -67,7 +67,7 @@ def turns(operation: Operation) -> Pattern:
 
 
 @rule("view", "_unsafe_view", "reshape")
-def views(operation: Operation, offered: Offered) -> Cut | None:
+def views(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Find the samples in another shape, by the row-major order of elements."""
     source, samples, shape = operation.args[0], operation.samples, operation.shape
     rows = offered[source]
@@ -79,12 +79,12 @@ def views(operation: Operation, offered: Offered) -> Cut | None:
             outer = blocks // outside
             placed = Rows(dim, outer, shape[dim] // (outer * samples))
             name = "shape" if operation.name == "reshape" else "size"
-            return Cut(placed, {source: rows}, resized(operation, name)(placed))
+            return SampleCut(placed, {source: rows}, resized(operation, name)(placed))
     return None
 
 
 @pattern("expand")
-def expands(operation: Operation) -> Pattern:
+def expands(operation: BatchOperation) -> Pattern:
     """Add dimensions in front."""
     rank = len(operation.shape)
     sources = aligned(operation, [operation.args[0]], rank)
@@ -92,7 +92,7 @@ def expands(operation: Operation) -> Pattern:
 
 
 @pattern("unsqueeze", "squeeze", "permute", "transpose", "t", "select", "diagonal", "unbind", "movedim")
-def moves(operation: Operation) -> Pattern | None:
+def moves(operation: BatchOperation) -> Pattern | None:
     """Give dimensions other places."""
     source = operation.args[0]
     rank = len(operation.shape_of(source))
@@ -101,7 +101,7 @@ def moves(operation: Operation) -> Pattern | None:
     return None if moved is None else Pattern([(source, labels)], [moved] * len(operation.shapes))
 
 
-def _moved(operation: Operation, labels: list[Label]) -> list[Label] | None:
+def _moved(operation: BatchOperation, labels: list[Label]) -> list[Label] | None:
     """Return the labels of the result, and take those of dimensions in which elements meet away."""
     shape, rank = operation.shape_of(operation.args[0]), len(labels)
     match operation.name:
@@ -128,7 +128,7 @@ def _moved(operation: Operation, labels: list[Label]) -> list[Label] | None:
     return None
 
 
-def _blocks(operation: Operation, rows: Rows, size: int) -> tuple[int, int] | None:
+def _blocks(operation: BatchOperation, rows: Rows, size: int) -> tuple[int, int] | None:
     """Return start and end of a slice of a dimension of `size` elements, if it takes whole blocks of samples."""
     block = operation.samples * rows.per_sample
     start, end = operation.argument("start") or 0, operation.argument("end")
@@ -140,7 +140,7 @@ def _blocks(operation: Operation, rows: Rows, size: int) -> tuple[int, int] | No
 
 
 @rule("slice", "slice_backward")
-def slices(operation: Operation, offered: Offered) -> Cut | None:
+def slices(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Cut other dimensions, or whole blocks of samples."""
     source, is_back = operation.args[0], operation.name == "slice_backward"
     rows, rank = offered[source], len(operation.shape)
@@ -162,11 +162,11 @@ def slices(operation: Operation, offered: Offered) -> Cut | None:
         shape = resized(operation, "input_sizes")(placed)(samples) if is_back else {}
         return {"start": start * block, "end": end * block, **shape}
 
-    return Cut(placed, {source: rows}, arguments_of)
+    return SampleCut(placed, {source: rows}, arguments_of)
 
 
 @rule("split", "split_with_sizes", "unsafe_split")
-def splits(operation: Operation, offered: Offered) -> Cut | None:
+def splits(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Split other dimensions, or between blocks of samples."""
     source, sizes = operation.args[:2]
     rows, rank = offered[source], len(operation.shape_of(source))
@@ -184,11 +184,11 @@ def splits(operation: Operation, offered: Offered) -> Cut | None:
             return {"split_size": sizes // total * samples}
         return {"split_sizes": [size // total * samples for size in sizes]}
 
-    return Cut(tuple(replace(rows, outer=size // block) for size in parts), {source: rows}, arguments_of)
+    return SampleCut(tuple(replace(rows, outer=size // block) for size in parts), {source: rows}, arguments_of)
 
 
 @rule("cat")
-def cats(operation: Operation, offered: Offered) -> Cut | None:
+def cats(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Line up in another dimension, or blocks of samples behind each other."""
     sources, rank = operation.args[0], len(operation.shape)
     dim = operation.argument("dim", 0) % rank
@@ -203,11 +203,11 @@ def cats(operation: Operation, offered: Offered) -> Cut | None:
         if size % block or (isinstance(placement, Rows) and placement != required[source]):
             return None
     outer = sum(required[source].outer for source in sources)
-    return Cut(Rows(dim, outer, rows.per_sample), required)
+    return SampleCut(Rows(dim, outer, rows.per_sample), required)
 
 
 @pattern("stack")
-def stacks(operation: Operation) -> Pattern:
+def stacks(operation: BatchOperation) -> Pattern:
     """Line up in a new dimension."""
     rank = len(operation.shape)
     dim = operation.argument("dim", 0) % rank
@@ -216,17 +216,17 @@ def stacks(operation: Operation) -> Pattern:
 
 
 @rule("repeat")
-def repeats(operation: Operation, offered: Offered) -> Cut | None:
+def repeats(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Repeat other dimensions, or all samples."""
     source, counts = operation.args[:2]
     rows = offered[source]
     assert isinstance(rows, Rows)
     dim = rows.dim + len(operation.shape) - len(operation.shape_of(source))
-    return Cut(Rows(dim, rows.outer * counts[dim], rows.per_sample), {source: rows}) if counts[dim] else None
+    return SampleCut(Rows(dim, rows.outer * counts[dim], rows.per_sample), {source: rows}) if counts[dim] else None
 
 
 @pattern("tril", "triu", "constant_pad_nd")
-def in_last_dims(operation: Operation) -> Pattern:
+def in_last_dims(operation: BatchOperation) -> Pattern:
     """Let elements meet in the last dimensions."""
     rank = len(operation.shape)
     last = 2 if operation.name.startswith("tri") else len(operation.args[1]) // 2
@@ -235,7 +235,7 @@ def in_last_dims(operation: Operation) -> Pattern:
 
 
 @pattern("select_backward")
-def select_backward(operation: Operation) -> Pattern:
+def select_backward(operation: BatchOperation) -> Pattern:
     """Put a slice back where it was taken from."""
     rank = len(operation.shape)
     dim, labels = operation.argument("dim") % rank, labels_of(rank - 1)
@@ -244,7 +244,7 @@ def select_backward(operation: Operation) -> Pattern:
 
 
 @pattern("unfold")
-def unfolds(operation: Operation) -> Pattern:
+def unfolds(operation: BatchOperation) -> Pattern:
     """Lay windows along a dimension into a new last one."""
     rank = len(operation.shape) - 1
     dim = operation.argument("dimension") % rank
@@ -253,7 +253,7 @@ def unfolds(operation: Operation) -> Pattern:
 
 
 @pattern("unfold_backward")
-def unfold_backward(operation: Operation) -> Pattern:
+def unfold_backward(operation: BatchOperation) -> Pattern:
     """Add windows up where they were taken from."""
     rank = len(operation.shape)
     labels = labels_of(rank, without=[operation.argument("dim") % rank])
@@ -261,7 +261,7 @@ def unfold_backward(operation: Operation) -> Pattern:
 
 
 @pattern("slice_scatter", "select_scatter")
-def scatters_into(operation: Operation) -> Pattern:
+def scatters_into(operation: BatchOperation) -> Pattern:
     """Write into a slice of a dimension."""
     rank, (target, source) = len(operation.shape), operation.args[:2]
     dim = operation.argument("dim", 0) % rank

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
 
@@ -16,7 +16,7 @@ _MEAN, _SUM = 1, 2  # values of `reduction`; 0 for none
 
 
 @pattern("nll_loss_forward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss2d_backward")
-def likelihoods(operation: Operation) -> Pattern | None:
+def likelihoods(operation: BatchOperation) -> Pattern | None:
     """Sum over samples; a mean is made a sum by the weight of the batch before (`whole_batch`)."""
     is_back = operation.name.endswith("backward")
     source, target, reduction = (operation.argument(name) for name in ("self", "target", "reduction"))
@@ -39,7 +39,7 @@ _KERNELS = (
 
 
 @rule(*_KERNELS, *(f"{name}_backward" for name in _KERNELS))
-def reduced_losses(operation: Operation, offered: Offered) -> Cut | None:
+def reduced_losses(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Reduce element by element; a mean is a sum divided by the elements of the batch."""
     is_back, reduction = operation.name.endswith("backward"), operation.argument("reduction")
     incoming = operation.argument("grad_output") if is_back and reduction else None
@@ -61,7 +61,7 @@ _MOVES = set(
 )
 
 
-def cut_terms(operation: Operation, offered: Offered) -> Cut | None:
+def cut_terms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Return how an operator that is linear in terms is run on each; None if it is not.
 
     What is added to terms, and has none, becomes a term of the first micro-batch.
@@ -76,7 +76,7 @@ def cut_terms(operation: Operation, offered: Offered) -> Cut | None:
             return None
         after_first = {"other": 0} if numbers and name in ("add", "sub") else {}
         added = {node: WHOLE if node is condition else TERMS for node in operation.inputs}
-        return Cut(TERMS, added, after_first=after_first)
+        return SampleCut(TERMS, added, after_first=after_first)
     uses = sum(node is terms[0] for node in _listed(operation.args))
     is_factor = name in _TIMES and len(terms) == 1 and uses == 1
     is_divided = name == "div" and terms == [operation.args[0]] and uses == 1 and not operation.kwargs
@@ -84,7 +84,7 @@ def cut_terms(operation: Operation, offered: Offered) -> Cut | None:
     if is_factor or is_divided or (name in _MOVES and not grows and not _rounds(operation)):
         operands: dict[fx.Node, Placements] = {node: _plain(offered[node]) for node in operation.inputs}
         several = tuple(WHOLE if shape is None else TERMS for shape in operation.shapes)
-        return Cut(several if operation.has_several else TERMS, operands)
+        return SampleCut(several if operation.has_several else TERMS, operands)
     return None
 
 
@@ -93,7 +93,7 @@ def _plain(placement: Placements) -> Placements:
     return placement
 
 
-def _rounds(operation: Operation) -> bool:
+def _rounds(operation: BatchOperation) -> bool:
     """Return whether a cast loses what terms have behind the point."""
     value = operation.node.meta["val"]
     is_cast = operation.name == "_to_copy" and isinstance(value, torch.Tensor)

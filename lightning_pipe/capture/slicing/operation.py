@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 Arguments = Callable[[int], Mapping[str, Any]]  # by name, for so many samples of a micro-batch
 
 
-class Operation:
+class BatchOperation:
     """A node of a graph that was traced for all samples.
 
     Args:
@@ -78,7 +78,7 @@ class Operation:
             return tuple(range(rank))
         return tuple(dim % rank for dim in (listed if isinstance(listed, list | tuple) else [listed]))
 
-    def call(self, cut: Cut, *, samples: int, is_first: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def call(self, cut: SampleCut, *, samples: int, is_first: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Return what a micro-batch with so many samples calls; the divisor and shifted places are not in it."""
         changed = {**(cut.arguments(samples) if cut.arguments else {}), **({} if is_first else cut.after_first)}
         if cut.summed:
@@ -102,7 +102,7 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SampleCut:
     """A way of running an operator on micro-batches.
 
     Attributes:
@@ -134,7 +134,7 @@ class Pattern:
         sums: whether rows with a label that a result has not are summed in it; else they cannot be cut.
         added: operands that are added to the result: terms where that is one.
         local: operands that every micro-batch has made for itself.
-        arguments: as in `Cut`, given the rows of the first result.
+        arguments: as in `SampleCut`, given the rows of the first result.
     """
 
     operands: Sequence[tuple[fx.Node, Labels]]
@@ -144,7 +144,7 @@ class Pattern:
     local: Sequence[fx.Node] = ()
     arguments: Callable[[Rows], Arguments] | None = None
 
-    def cut(self, operation: Operation, offered: Offered) -> Cut | None:
+    def cut(self, operation: BatchOperation, offered: Offered) -> SampleCut | None:
         """Return how the operator is cut where its operands are held as offered; None if it cannot be."""
         first = self._first_rows(offered)
         if first is None:
@@ -171,7 +171,7 @@ class Pattern:
         first_result, arguments = placements[0], None
         if self.arguments is not None and isinstance(first_result, Rows):
             arguments = self.arguments(first_result)
-        return Cut(tuple(placements) if operation.has_several else first_result, operands, arguments)
+        return SampleCut(tuple(placements) if operation.has_several else first_result, operands, arguments)
 
     def _first_rows(self, offered: Offered) -> tuple[Rows, Label] | None:
         """Return the first rows that are offered, with the label of their dimension."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Cut, Label, Labels, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
 from lightning_pipe.capture.slicing.placement import LOCAL, Kind, Rows
 from lightning_pipe.capture.slicing.rules import labels_of, pattern, rule
 
@@ -21,7 +21,7 @@ _PRODUCTS = {
 
 
 @pattern(*_PRODUCTS)
-def products(operation: Operation) -> Pattern:
+def products(operation: BatchOperation) -> Pattern:
     """Contract rows to terms; what a product is added to becomes a term, too."""
     left_labels, right_labels, result = _PRODUCTS[operation.name]
     *added, left, right = operation.args[: 3 if "add" in operation.name else 2]
@@ -33,7 +33,7 @@ def products(operation: Operation) -> Pattern:
 
 
 @pattern("_cdist_forward")
-def distances(operation: Operation) -> Pattern | None:
+def distances(operation: BatchOperation) -> Pattern | None:
     """Give every row of one operand its distance from every row of the other."""
     left, right = operation.args[:2]
     rank = len(operation.shape)
@@ -53,22 +53,22 @@ _WINDOWS = (
 _HAVE_ROWS = "input self x grad_output grad_out indices grid".split()
 
 
-def _first_dim(operation: Operation, node: fx.Node) -> list[Label]:
+def _first_dim(operation: BatchOperation, node: fx.Node) -> list[Label]:
     return ["n", *[None] * (len(operation.shape_of(node)) - 1)]
 
 
-def _tensors(operation: Operation, names: list[str]) -> list[fx.Node]:
+def _tensors(operation: BatchOperation, names: list[str]) -> list[fx.Node]:
     arguments = (operation.argument(name) for name in names if operation.has(name))
     return [argument for argument in arguments if isinstance(argument, fx.Node)]
 
 
-def _results(operation: Operation, labels: Labels) -> list[Labels]:
+def _results(operation: BatchOperation, labels: Labels) -> list[Labels]:
     """Label the first dimension of every result like that of the first."""
     return [[*labels[:1], *[None] * (len(shape or ()) - 1)] if shape else [] for shape in operation.shapes]
 
 
 @pattern(*_WINDOWS, *(f"{name}_backward" for name in _WINDOWS))
-def windows(operation: Operation) -> Pattern:
+def windows(operation: BatchOperation) -> Pattern:
     """Let elements of a sample meet; samples lie in the first dimension."""
     operands = [(node, _first_dim(operation, node)) for node in _tensors(operation, _HAVE_ROWS)]
     arguments = None
@@ -83,7 +83,7 @@ def windows(operation: Operation) -> Pattern:
 
 
 @pattern("convolution", "convolution_backward")
-def convolutions(operation: Operation) -> Pattern:
+def convolutions(operation: BatchOperation) -> Pattern:
     """Let elements of a sample meet with a kernel; its gradients are sums over samples."""
     operands = [(node, _first_dim(operation, node)) for node in _tensors(operation, ["grad_output", "input"])]
     return Pattern(operands, [_first_dim_of(operation.shapes[0]), [], []][: len(operation.shapes)], sums=True)
@@ -94,7 +94,7 @@ def _first_dim_of(shape: tuple[int, ...] | None) -> Labels:
 
 
 @pattern("native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward")
-def layer_norms(operation: Operation) -> Pattern:
+def layer_norms(operation: BatchOperation) -> Pattern:
     """Let elements meet in the last dimensions; gradients of scale and shift are sums over all others."""
     rank, last = len(operation.shape), len(operation.argument("normalized_shape"))
     labels = labels_of(rank, without=range(rank - last, rank))
@@ -106,7 +106,7 @@ def layer_norms(operation: Operation) -> Pattern:
 
 
 @pattern("native_group_norm", "native_group_norm_backward")
-def group_norms(operation: Operation) -> Pattern:
+def group_norms(operation: BatchOperation) -> Pattern:
     """Let elements of a sample meet; gradients of scale and shift are sums over samples."""
     names = ["grad_out", "input", "mean", "rstd"]
     operands = [(node, _first_dim(operation, node)) for node in _tensors(operation, names)]
@@ -119,7 +119,7 @@ def group_norms(operation: Operation) -> Pattern:
     *"native_batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit cudnn_batch_norm "
     "_native_batch_norm_legit_no_training".split()
 )
-def batch_norms(operation: Operation, offered: Offered) -> Cut | None:
+def batch_norms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Take the statistics of a micro-batch: the exception. Where channels are rows (an instance norm) nothing meets."""
     source, rank = operation.args[0], len(operation.shape)
     vectors = [node for node in operation.inputs if node is not source]
@@ -134,7 +134,7 @@ def batch_norms(operation: Operation, offered: Offered) -> Cut | None:
 
 
 @rule("native_batch_norm_backward", "cudnn_batch_norm_backward")
-def batch_norms_backward(operation: Operation, offered: Offered) -> Cut | None:
+def batch_norms_backward(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Differentiate with the statistics that the forward took."""
     rank = len(operation.shape)
     sources = _tensors(operation, ["grad_out", "grad_output", "input"])
@@ -154,7 +154,7 @@ _ATTENTION += [f"_scaled_dot_product_{kind}_attention" for kind in ("efficient",
 
 
 @pattern(*_ATTENTION, *(f"{name}_backward" for name in _ATTENTION))
-def attention(operation: Operation) -> Pattern:
+def attention(operation: BatchOperation) -> Pattern:
     """Let queries and keys of a sample and a head meet. The state of random numbers is the micro-batch's own."""
     rows = _tensors(operation, ["grad_out", "query", "key", "value", "out", "logsumexp"])
     masks = _tensors(operation, ["attn_mask", "attn_bias"])

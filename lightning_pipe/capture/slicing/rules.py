@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Arguments, Cut, Label, Offered, Operation, Pattern
+from lightning_pipe.capture.slicing.operation import Arguments, SampleCut, Label, Offered, BatchOperation, Pattern
 from lightning_pipe.capture.slicing.placement import Rows
 
-Rule = Callable[[Operation, Offered], Cut | None]
+Rule = Callable[[BatchOperation, Offered], SampleCut | None]
 RULES: dict[str, Rule] = {}
 
 
@@ -28,11 +28,13 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def pattern(*names: str) -> Callable[[Callable[[Operation], Pattern | None]], Callable[[Operation], Pattern | None]]:
+def pattern(
+    *names: str,
+) -> Callable[[Callable[[BatchOperation], Pattern | None]], Callable[[BatchOperation], Pattern | None]]:
     """Register for operators of these names that dimensions go along with each other whatever is offered."""
 
-    def add(function: Callable[[Operation], Pattern | None]) -> Callable[[Operation], Pattern | None]:
-        def cut(operation: Operation, offered: Offered) -> Cut | None:
+    def add(function: Callable[[BatchOperation], Pattern | None]) -> Callable[[BatchOperation], Pattern | None]:
+        def cut(operation: BatchOperation, offered: Offered) -> SampleCut | None:
             dimensions = function(operation)
             return None if dimensions is None else dimensions.cut(operation, offered)
 
@@ -42,7 +44,7 @@ def pattern(*names: str) -> Callable[[Callable[[Operation], Pattern | None]], Ca
     return add
 
 
-def rule_of(operation: Operation) -> Rule | None:
+def rule_of(operation: BatchOperation) -> Rule | None:
     """Return the rule of an operator: its own, or that of operators that work element by element."""
     target = operation.node.target
     by_torch = torch.Tag.pointwise in getattr(target, "tags", ())
@@ -50,7 +52,7 @@ def rule_of(operation: Operation) -> Rule | None:
 
 
 def aligned(
-    operation: Operation, operands: Iterable[fx.Node], rank: int, *, without: Iterable[int] = ()
+    operation: BatchOperation, operands: Iterable[fx.Node], rank: int, *, without: Iterable[int] = ()
 ) -> list[tuple[fx.Node, list[Label]]]:
     """Label operands as they are broadcast to so many dimensions, but for those in which elements meet."""
     labels = labels_of(rank, without=without)
@@ -63,7 +65,7 @@ def labels_of(rank: int, *, without: Iterable[int] = ()) -> list[Label]:
     return [None if dim in meeting else dim for dim in range(rank)]
 
 
-def resized(operation: Operation, name: str) -> Callable[[Rows], Arguments]:
+def resized(operation: BatchOperation, name: str) -> Callable[[Rows], Arguments]:
     """Return what makes the argument `name`, the shape of the result, that of a micro-batch."""
 
     def arguments_of(rows: Rows) -> Arguments:

@@ -20,7 +20,7 @@ from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing import index_rules, layout_rules, product_rules  # noqa: F401  register rules
 from lightning_pipe.capture.slicing.loss_rules import cut_terms
-from lightning_pipe.capture.slicing.operation import Cut, Operation
+from lightning_pipe.capture.slicing.operation import SampleCut, BatchOperation
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
 from lightning_pipe.capture.slicing.rules import rule_of
 from lightning_pipe.capture.torch_private import is_backward, operator_name
@@ -57,7 +57,7 @@ class Slicing:
         self._nodes = [node for node in joint.module.graph.nodes if node.op != "output"]
         self._sizes = Sizes(joint)
         self.operations = {
-            node: Operation(node, samples, self._number)
+            node: BatchOperation(node, samples, self._number)
             for node in self._nodes
             if node.op == "call_function" and not takes_output(node) and not _is_number(node)
         }
@@ -96,7 +96,7 @@ class Slicing:
     def _propagate(self) -> None:
         self.placements: dict[fx.Node, Placements] = {}
         self.levels: dict[fx.Node, int] = {}
-        self.cuts: dict[fx.Node, Cut] = {}
+        self.cuts: dict[fx.Node, SampleCut] = {}
         for node in self._nodes:
             if node.op != "call_function" or _is_number(node):
                 self.placements[node], self.levels[node] = self._of_input(node), 0
@@ -118,11 +118,11 @@ class Slicing:
     def _number(self, size: Any) -> int:
         return self._sizes.number(size, self.samples)
 
-    def _place(self, operation: Operation) -> None:
+    def _place(self, operation: BatchOperation) -> None:
         """Choose of an operator's cuts the one that waits least; the earlier of equals."""
         node = operation.node
         cuts = [] if node in self._whole else self._cuts(operation)
-        whole = Cut(_all_whole(operation), dict.fromkeys(operation.inputs, WHOLE))
+        whole = SampleCut(_all_whole(operation), dict.fromkeys(operation.inputs, WHOLE))
         levels = [self._level(cut) for cut in (*cuts, whole)]
         level = min(levels)
         cut = (*cuts, whole)[levels.index(level)]
@@ -130,7 +130,7 @@ class Slicing:
             level, cut = 0, whole  # added where the batch is loaded
         self.placements[node], self.levels[node], self.cuts[node] = cut.results, level, cut
 
-    def _cuts(self, operation: Operation) -> list[Cut]:
+    def _cuts(self, operation: BatchOperation) -> list[SampleCut]:
         """List the cuts of an operator, those first that are taken at equal levels."""
         placements = {node: self.placements[node] for node in operation.inputs}
         free = placements | {node: WHOLE for node in placements if placements[node] is TERMS and node in self.of_batch}
@@ -144,13 +144,13 @@ class Slicing:
             cuts.append(self._by_rule(operation, whole_leaves))
         return [cut for cut in cuts if cut is not None]
 
-    def _by_rule(self, operation: Operation, offered: Mapping[fx.Node, Placements]) -> Cut | None:
+    def _by_rule(self, operation: BatchOperation, offered: Mapping[fx.Node, Placements]) -> SampleCut | None:
         rule = None if operation.name in self._without else rule_of(operation)
         if rule is None or not any(isinstance(placement, Rows) for placement in offered.values()):
             return None
         return rule(operation, offered)
 
-    def _gradient_rows(self, operation: Operation, placements: Mapping[fx.Node, Placements]) -> Cut | None:
+    def _gradient_rows(self, operation: BatchOperation, placements: Mapping[fx.Node, Placements]) -> SampleCut | None:
         """Cut gradients that the head has made before they meet weights: products with weights are not its work."""
         if not is_backward(operation.node) or operation.name not in _PRODUCTS or {*placements.values()} != {WHOLE}:
             return None
@@ -166,7 +166,7 @@ class Slicing:
                     return cut
         return None
 
-    def _level(self, cut: Cut) -> int:
+    def _level(self, cut: SampleCut) -> int:
         """Return the barriers before an operator that is cut like this."""
         levels = [self.levels[node] + self._waits(node, required) for node, required in cut.operands.items()]
         return max(levels, default=0)
@@ -231,7 +231,7 @@ class Slicing:
         return sum(math.prod(map(self._number, shape)) for shape in shapes) / self.samples
 
 
-def _all_whole(operation: Operation) -> Placements:
+def _all_whole(operation: BatchOperation) -> Placements:
     return (WHOLE,) * len(operation.shapes) if operation.has_several else WHOLE
 
 
