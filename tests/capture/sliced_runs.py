@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
-from lightning_pipe.capture.slicing.operation import SampleCut, BatchOperation
+from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing
 

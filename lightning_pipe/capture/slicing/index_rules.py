@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
+from lightning_pipe.capture.slicing.operation import BatchOperation, Label, Labels, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import TERMS, WHOLE, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
 from lightning_pipe.capture.torch_private import operator_name

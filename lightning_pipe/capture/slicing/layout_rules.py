@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import SampleCut, Label, Offered, BatchOperation, Pattern
+from lightning_pipe.capture.slicing.operation import BatchOperation, Label, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import TERMS, Rows
 from lightning_pipe.capture.slicing.rules import RULES, aligned, labels_of, pattern, resized, rule
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
+from lightning_pipe.capture.slicing.operation import BatchOperation, Label, Labels, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
 

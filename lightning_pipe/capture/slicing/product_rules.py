@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import SampleCut, Label, Labels, Offered, BatchOperation, Pattern
+from lightning_pipe.capture.slicing.operation import BatchOperation, Label, Labels, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, Kind, Rows
 from lightning_pipe.capture.slicing.rules import labels_of, pattern, rule
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
-from lightning_pipe.capture.slicing.operation import Arguments, SampleCut, Label, Offered, BatchOperation, Pattern
+from lightning_pipe.capture.slicing.operation import Arguments, BatchOperation, Label, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import Rows
 
 Rule = Callable[[BatchOperation, Offered], SampleCut | None]

@@ -20,7 +20,7 @@ from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing import index_rules, layout_rules, product_rules  # noqa: F401  register rules
 from lightning_pipe.capture.slicing.loss_rules import cut_terms
-from lightning_pipe.capture.slicing.operation import SampleCut, BatchOperation
+from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
 from lightning_pipe.capture.slicing.rules import rule_of
 from lightning_pipe.capture.torch_private import is_backward, operator_name
