@@ -14,8 +14,8 @@ from dataclasses import replace
 import torch
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Program
-from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
+from lightning_pipe.core.program import Program, Seam
+from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.handlers import RankParts, handles
 from lightning_pipe.runtime.job import ResultSlice
@@ -30,12 +30,18 @@ class Versions:
 
     Args:
         stages: of the rank.
+
+    Attributes:
+        predicted: returns what F ("F"), or I and W ("I"), of a stage read instead of the parameters.
+        rounds: rounds that ran since the pipeline was empty: no forward of this round's batch has read an older version.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
         self._leaves_some = self._keeps_older = False
         self._older: dict[int, Contents] = {}
+        self._entries = Entries()
+        self.rounds = 0
         self._buffers: dict[int, dict[str, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
         self.predicted: Predictor | None = None
 
@@ -44,12 +50,19 @@ class Versions:
         seam = program.seam
         self._leaves_some = seam is not None and any(seam.leaves)
         self._keeps_older = seam is not None and self._leaves_some and PinOlder.code in seam.work
+        self.rounds = 0 if seam is None or seam.is_first else self.rounds + 1
+        self._entries.begin(seam if seam is not None and PinEntry.code in seam.work else None)
 
     def pin(self, work: OwnWork, *, older: bool = False) -> None:
         """Let F, I and W of a micro-batch read the weights of now, or those before the last update."""
         stage = self._stages[work.stage]
         now = stage.parameters_now()
         stage.pin(work.microbatch, self._older.get(work.stage, now) if older else now)
+
+    def pin_entry(self, work: OwnWork) -> None:
+        """Let F, I and W of a micro-batch read the weights that were current when it entered at stage 0."""
+        stage = self._stages[work.stage]
+        stage.pin(work.microbatch, self._entries.version(work.stage, work.microbatch) or stage.parameters_now())
 
     def predict(self, work: OwnWork, kind: str) -> None:
         """Let F, or I and W, of a micro-batch read predicted weights."""
@@ -61,22 +74,27 @@ class Versions:
     def before_step(self) -> None:
         """Copy what micro-batches in flight hold of the parameters, which the optimizer is about to change."""
         if not self._leaves_some:
-            self._older.clear()
+            self.forget()
             return
         for number, stage in self._stages.items():
             now = stage.parameters_now()
             readers = stage.readers_of(now)
-            wanted = set(now) if self._keeps_older else set().union(*readers.values())
+            keeps = self._keeps_older or self._entries.awaits(number)
+            wanted = set(now) if keeps else set().union(*readers.values())
             self._older.pop(number, None)
+            self._entries.drop(number)
             copies = self._copied({name: now[name] for name in sorted(wanted)}, self._buffers[number], stage)
             for microbatch, names in readers.items():
                 stage.pin(microbatch, {name: copies[name] for name in names})
             if self._keeps_older:
                 self._older[number] = copies
+            elif keeps:
+                self._entries.keep(number, copies)
+        self._entries.step()
 
     def _copied(self, contents: Contents, buffers: dict[str, list[torch.Tensor]], stage: Stage) -> Contents:
         """Copy tensors into buffers that no micro-batch holds any more."""
-        held = stage.held_tensors()
+        held = stage.held_tensors() | self._entries.tensors()
         copies: Contents = {}
         for name, content in contents.items():
             free = [buffer for buffer in buffers[name] if id(buffer) not in held]
@@ -90,8 +108,63 @@ class Versions:
         return copies
 
     def forget(self) -> None:
-        """Forget the version before the last update: nothing is in flight, so the next batch reads that of now."""
+        """Forget versions before this one: nothing is in flight, so the next batch reads that of now."""
         self._older.clear()
+        self._entries = Entries()
+
+
+class Entries:
+    """Versions that were current when micro-batches entered at stage 0, of those whose turn on this rank comes later.
+
+    A version is named by the number of updates before it, since the pipeline was empty.
+    """
+
+    def __init__(self) -> None:
+        self._updates = self._batch = 0
+        self._seam: Seam | None = None
+        self._entered: dict[int, int] = {}  # version, by micro-batch
+        self._versions: dict[int, dict[int, Contents]] = defaultdict(dict)  # by stage
+
+    def begin(self, seam: Seam | None) -> None:
+        """Note what enters in a round; None for one that does not ask."""
+        self._seam = seam
+        if seam is None:
+            return
+        self._entered = {m - self._batch: version for m, version in self._entered.items()}
+        self._entered |= dict.fromkeys(range(seam.enters[0], seam.batch + seam.leaves[0]), self._updates)
+        self._batch = seam.batch
+
+    def version(self, stage: int, microbatch: int) -> Contents | None:
+        """Return the version of a micro-batch; None for that of now."""
+        return self._versions[stage].get(self._entered[microbatch])
+
+    def _awaited(self, stage: int) -> set[int]:
+        """Return the versions that forwards of later rounds will read."""
+        if self._seam is None:
+            return set()
+        leaves, batch = self._seam.leaves, self._seam.batch
+        return {self._entered[m] for m in range(batch + leaves[stage], batch + leaves[0])}
+
+    def awaits(self, stage: int) -> bool:
+        """Return whether a forward of a later round will read the version of now."""
+        return self._updates in self._awaited(stage)
+
+    def drop(self, stage: int) -> None:
+        """Drop the versions that no later forward reads."""
+        awaited = self._awaited(stage)
+        self._versions[stage] = {k: contents for k, contents in self._versions[stage].items() if k in awaited}
+
+    def keep(self, stage: int, contents: Contents) -> None:
+        """Keep the version of now."""
+        self._versions[stage][self._updates] = contents
+
+    def step(self) -> None:
+        """Count an update."""
+        self._updates += 1
+
+    def tensors(self) -> set[int]:
+        """Return the identities of all that is kept."""
+        return {id(x) for kept in self._versions.values() for contents in kept.values() for x in contents.values()}
 
 
 class InFlight:
@@ -155,6 +228,11 @@ def _pin(rank: RankParts, work: OwnWork) -> None:
 @handles(PinOlder)
 def _pin_older(rank: RankParts, work: OwnWork) -> None:
     rank.versions.pin(work, older=True)
+
+
+@handles(PinEntry)
+def _pin_entry(rank: RankParts, work: OwnWork) -> None:
+    rank.versions.pin_entry(work)
 
 
 @handles(Predict)

@@ -6,6 +6,11 @@
     pipedream   p - 1 - s                those of its moment   those that F read   1 + ceil(ahead / T)
     2bw         p - 1 - s, at most T     one for the batch     those that F read   2
     spectrain   p - 1 - s                predicted             predicted           1, and the predictions
+    pipedream_vertical   p - 1 - s       those of its entry    those that F read   1 + ceil(ahead of stage 0 / T)
+    pipemare    2 (p - 1 - s) + 1        those of its moment   those of theirs,    1, and the discrepancy
+                                                               corrected
+    pb_sc       2 (p - 1 - s)            those of its moment   those of theirs     1
+    timeprest   p - 1 - s                those of its moment   those of theirs     1
 
 Legend: T micro-batches a batch. The optimizer steps at the end of every round, on every rank.
 
@@ -14,18 +19,26 @@ Legend: T micro-batches a batch. The optimizer steps at the end of every round, 
     spectrain   Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU
                 Platform" (arXiv 1809.02839, 2018)
     deep        the depth of Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021), 3.1
+    pb_sc       the same, 3.2: spike compensation
+    pipemare    Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training" (MLSys 2021), section 3
+    timeprest   Dutta, Chaki, De, "TiMePReSt: Time and Memory Efficient Pipeline Parallel DNN Training with Removed
+                Staleness" (arXiv 2410.14312, 2024): one backward per batch with the newest weights. Backwards of its
+                micro-batches read one version and their gradients are added, so they run as soon as they can.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_pipe.core.program import Layout, Order, Seam
 from lightning_pipe.schedule.rolling import rolling, seam_of
 
-Promise = Literal["", "micro-batch", "batch"]
+Promise = Literal["", "micro-batch", "micro-batch on all stages", "batch"]
+Correction = Literal["", "discrepancy", "spike"]
+Rate = Literal["", "annealed"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +48,13 @@ class WeightPolicy:
     Attributes:
         depth: how many micro-batches forwards are ahead, by the number of stages behind.
         work: codes of the own work that chooses weights (`core.versions`).
-        promise: what reads one version: F, I and W of a "micro-batch"; those of a whole "batch", on every stage; or
-            nothing.
+        promise: what reads one version: F, I and W of a "micro-batch"; the same on all stages; those of a whole
+            "batch", on every stage; or nothing.
         live: the most versions that a rank holds at once, by how far it is ahead and the micro-batches of a batch.
         within_batch: whether forwards are ahead by one batch at most.
+        correction: of "discrepancy" (the weights that I and W read), or of a "spike" (the optimizer's step), by
+            `runtime.corrections`.
+        rate: whether the learning rate of a stage is reduced by its delay, less and less ("annealed").
     """
 
     depth: Callable[[int], int]
@@ -46,6 +62,27 @@ class WeightPolicy:
     promise: Promise = ""
     live: Callable[[int, int], int] = lambda ahead, batch: 1
     within_batch: bool = False
+    correction: Correction = ""
+    rate: Rate = ""
+
+    @property
+    def is_corrected(self) -> bool:
+        """Return whether something has to be done about the optimizer's step."""
+        return bool(self.correction or self.rate)
+
+    @property
+    def is_alike_on_stages(self) -> bool:
+        """Return whether all stages read the same version, so that they may share a parameter."""
+        return self.promise in ("batch", "micro-batch on all stages")
+
+    @property
+    def depth_of_entry(self) -> bool:
+        """Return whether versions live from a micro-batch's entry at stage 0, however late its forward is."""
+        return "PINENTRY" in self.work
+
+    def mean_delay(self, layout: Layout, batch: int, stage: int) -> float:
+        """Return the mean number of updates between a forward of a stage and the step that takes its gradient."""
+        return self.ahead(layout, batch)[stage] / batch
 
     def ahead(self, layout: Layout, batch: int) -> tuple[int, ...]:
         """Return by stage how many micro-batches forwards are ahead of backwards."""
@@ -80,4 +117,36 @@ POLICIES = {
         lambda behind: behind, ("PIN", "PINOLDER"), "batch", live=lambda ahead, batch: 2, within_batch=True
     ),
     "spectrain": WeightPolicy(lambda behind: behind, ("PREDICT", "PREDICTBACK")),
+    "pipedream_vertical": WeightPolicy(
+        lambda behind: behind,
+        ("PINENTRY",),
+        "micro-batch on all stages",
+        live=lambda ahead, batch: 1 + -(-ahead // batch),
+    ),
+    "pipemare": WeightPolicy(
+        lambda behind: 2 * behind + 1, ("PREDICTBACK",), correction="discrepancy", rate="annealed"
+    ),
+    "pb_sc": WeightPolicy(lambda behind: 2 * behind, correction="spike"),
+    "timeprest": WeightPolicy(lambda behind: behind),
 }
+
+
+@dataclass(frozen=True)
+class VersionOptions:
+    """What a user can set of policies (option `versions_options`).
+
+    Attributes:
+        warmup_epochs: epochs at the beginning that are flushed after every batch (PipeMare's T3).
+        anneal: steps over which the learning rate of a stage becomes that of the optimizer (T1); 0: it is that at once.
+        decay: what is left of a difference of weights when it has become irrelevant (T2); 0: nothing is corrected.
+    """
+
+    warmup_epochs: int = 0
+    anneal: int = 0
+    decay: float = math.exp(-2)
+
+    def of(self, policy: WeightPolicy) -> WeightPolicy:
+        """Return a policy without what these options switch off."""
+        if policy.correction == "discrepancy" and not self.decay:
+            policy = replace(policy, correction="", work=())
+        return replace(policy, rate=policy.rate if self.anneal else "")

@@ -18,14 +18,27 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Recv, Step, VerifiedProgram
-from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Compute,
+    ComputeKind,
+    Edge,
+    Layout,
+    Recv,
+    Step,
+    Traffic,
+    VerifiedProgram,
+)
+from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import ProgramError
+from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import Dataflow, halves
+from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import WeightPolicy
 
 
@@ -104,6 +117,7 @@ class _RankWalk:
     predicted: dict[tuple[int, int, ComputeKind], Version] = field(default_factory=dict)
     number: int = 0
     keeps_older: bool = False
+    entered: dict[int, int] = field(default_factory=dict)  # steps made when a micro-batch entered at stage 0
 
     def run(self) -> Iterator[WeightRead]:
         sizes, firsts = _numbered(self.rounds)
@@ -111,6 +125,7 @@ class _RankWalk:
         flow = Dataflow(layout, sizes=sizes, traffic=traffic)
         self.keeps_older = any(isinstance(x, PinOlder) for program in self.rounds for x in program.ranks[self.rank])
         for program, first in zip(self.rounds, firsts, strict=True):
+            self._note_entries(program, first)
             for instruction in program.ranks[self.rank]:
                 match instruction:
                     case Recv(message, peer):
@@ -122,7 +137,7 @@ class _RankWalk:
                             yield self._compute(replace(half, microbatch=half.microbatch + first), flow)
                     case Step():
                         self.steps += 1
-            self._check_live(program)
+            self._check_live(program, first)
             self.number += 1
         wanted = {
             Compute(stage, kind, m)
@@ -155,26 +170,38 @@ class _RankWalk:
             self.pinned.pop((stage, microbatch), None)
         return WeightRead(self.rank, self.number, compute, version)
 
+    def _note_entries(self, program: VerifiedProgram, first: int) -> None:
+        """Note what stage 0 has stepped when forwards of a round enter there; all ranks step together."""
+        if program.seam is not None:
+            entering = range(first + program.seam.enters[0], first + program.batch + program.seam.leaves[0])
+            self.entered.update(dict.fromkeys(entering, self.steps))
+
     def _choose(self, work: OwnWork, stage: int, microbatch: int) -> None:
         match work:
             case Pin():
                 self.pinned[stage, microbatch] = Version(self.steps)
             case PinOlder():
                 self.pinned[stage, microbatch] = Version(max(0, self.steps - 1))
+            case PinEntry():
+                self.pinned[stage, microbatch] = Version(self.entered[microbatch])
             case Predict():
                 self.predicted[stage, microbatch, "F"] = Version(self.steps, True)
             case PredictBack():
                 for kind in ("I", "W"):
                     self.predicted[stage, microbatch, kind] = Version(self.steps, True)
 
-    def _check_live(self, program: VerifiedProgram) -> None:
+    def _check_live(self, program: VerifiedProgram, first: int) -> None:
         """Check how many versions there are once the optimizer has stepped."""
         live = {Version(self.steps), *self.pinned.values()}
         if self.keeps_older:
             live.add(Version(self.steps - 1))
         for stage, ranks in enumerate(program.layout.stages):
             if self.rank in ranks:
-                ahead = self.policy.ahead(program.layout, program.batch)[stage]
+                behind = 0 if self.policy.depth_of_entry else stage
+                ahead = self.policy.ahead(program.layout, program.batch)[behind]
+                if self.policy.depth_of_entry and program.seam is not None:
+                    awaited = range(program.batch + program.seam.leaves[stage], program.batch + program.seam.leaves[0])
+                    live |= {Version(self.entered[first + m]) for m in awaited}
                 most = self.policy.live(ahead, program.batch)
                 if len(live) > most:
                     self._refuse("versions", f"it holds {len(live)} versions, the policy says {most}")
@@ -202,7 +229,8 @@ def _check_promise(rounds: Sequence[VerifiedProgram], reads: Sequence[WeightRead
     versions: dict[tuple[int, ...], dict[Version, WeightRead]] = defaultdict(dict)
     for read in reads:
         m = read.compute.microbatch
-        key = (read.rank, read.compute.stage, m) if policy.promise == "micro-batch" else (batch_of[m],)
+        keys = {"micro-batch": (read.rank, read.compute.stage, m), "micro-batch on all stages": (m,)}
+        key = keys.get(policy.promise, (batch_of[m],))
         versions[key].setdefault(read.version, read)
     for different in versions.values():
         if len(different) > 1:
@@ -212,3 +240,34 @@ def _check_promise(rounds: Sequence[VerifiedProgram], reads: Sequence[WeightRead
                 f"{second.version}, but {first.compute} of rank {first.rank} reads {first.version}; the policy "
                 f"promises one version for a {policy.promise}"
             )
+
+
+@lru_cache(maxsize=64)
+def delays_of(policy: WeightPolicy, stages: int, batch: int) -> tuple[int, ...]:
+    """Return by stage after how many updates the gradient of a forward is applied, in the middle of a training.
+
+    That is the number of steps that were made before the one that takes the gradient, less those of the weights that
+    the forward read, or from which they were predicted. It is counted from programs, and the largest one of the
+    micro-batches of a batch, where these differ.
+
+    Args:
+        policy: that decides the rounds.
+        stages: their number.
+        batch: micro-batches between two updates.
+    """
+    layout, hops = Layout(tuple((rank,) for rank in range(stages))), range(stages - 1)
+    edges = [Edge("F", s, s + 1, 0.0) for s in hops] + [Edge("B", s + 1, s, 0.0) for s in hops]
+    count = 2 * (-(-max(policy.ahead(layout, batch)) // batch) + 1)  # until rounds are full, and until they are empty
+    enters, rounds = tuple[int, ...](), list[VerifiedProgram]()
+    for left in reversed(range(count)):
+        seam = policy.seam(layout, batch, enters=enters, following=(batch,) * left)
+        sizes, traffic = (1,) * (batch + max(seam.leaves)), Traffic(tuple(edges), ())
+        order = policy.order(layout, seam)
+        rounds.append(verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam)))
+        enters = seam.leaves
+    delays = [0] * stages
+    for read in verify_rounds(rounds, policy):
+        if read.compute.kind == "F":
+            late = read.compute.microbatch // batch - read.version.steps
+            delays[read.compute.stage] = max(delays[read.compute.stage], late)
+    return tuple(delays)
