@@ -242,8 +242,8 @@ class DappleConfig:
         for name, has_effect in effective.items():
             if not has_effect and getattr(options, name) != getattr(defaults, name):
                 raise ConfigError(
-                    f"found versions_options={self.versions_options!r} with versions={self.versions!r}, in which {name} "
-                    "changes nothing. Remove it, or set versions='pipemare'."
+                    f"found versions_options={self.versions_options!r} with versions={self.versions!r}, in which "
+                    f"{name} changes nothing. Remove it, or set versions='pipemare'."
                 )
         return options
 
@@ -353,7 +353,7 @@ def _version_options(text: str) -> VersionOptions:
         ConfigError: if a name is unknown or given twice, or a number is out of range.
     """
     given: dict[str, float] = {}
-    kinds = {field.name: type(field.default) for field in fields(VersionOptions)}
+    kinds: dict[str, type[int] | type[float]] = {"warmup_epochs": int, "anneal": int, "decay": float}
     for part in text.split(",") if text else ():
         name, _, number = (word.strip() for word in part.partition(":"))
         try:
@@ -545,7 +545,8 @@ def hydra_schema() -> type:
     hints |= {f.name: _RULES[f.name].kind for f in fields(DappleConfig) if f.default is not None}
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
     lists = dict.fromkeys(_JOINED, Any)
-    hints |= {"memory_limit": Any, "versions_options": Any, "shard_optimizer": Any, **lists}  # a mapping, and what YAML makes of on and off
+    hints |= {"memory_limit": Any, "versions_options": Any}  # mappings
+    hints |= {"shard_optimizer": Any, **lists}  # what YAML makes of on and off
     present = [(f.name, hints[f.name], f.default) for f in fields(DappleConfig)]
     old = [(name, hints[renamed.now] | None, None) for name, renamed in OLD_NAMES.items()]
     return make_dataclass("DappleOptions", [target, *present, *old])

@@ -33,7 +33,7 @@ class Versions:
 
     Attributes:
         predicted: returns what F ("F"), or I and W ("I"), of a stage read instead of the parameters.
-        rounds: rounds that ran since the pipeline was empty: no forward of this round's batch has read an older version.
+        rounds: that ran since the pipeline was empty: no forward of this round's batch has read an older version.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:

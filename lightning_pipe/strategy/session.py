@@ -267,7 +267,7 @@ class Session:
         return delays_of(rounds.policy, stages, plan.microbatches * every)
 
     def delay_of(self, name: str) -> int | None:
-        """Return how many updates late the gradients of a parameter are; None before there is a plan."""
+        """Return how many updates late the gradients of a parameter are, by its first name; None before a plan."""
         delays, plan = self.delays, self._planned
         if delays is None or plan is None:
             return None

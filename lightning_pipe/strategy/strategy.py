@@ -115,9 +115,12 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_LATE_UPDATES = "lightning_pipe_late_updates"
+"""Key of a checkpoint: updates made while forwards ran ahead, by which rates of stages are annealed."""
+
 _NO_DELAYS = (
-    "Delays are known when there is a plan: from `on_fit_start` on, or `on_train_batch_end` where the plan waits for the "
-    "first batch. Before that, for example in `configure_optimizers`, pass `strategy.delay_of` on and call it in `step`."
+    "Delays are known when there is a plan: from `on_fit_start` on, or `on_train_batch_end` where the plan waits for "
+    "the first batch. Earlier, as in `configure_optimizers`, pass `strategy.delay_of` on and call it in `step`."
 )
 
 
@@ -290,18 +293,19 @@ class DappleStrategy(ParallelStrategy):
         """
         if (module := self.lightning_module) is None:
             raise UnsupportedError(_NO_DELAYS)
-        names = canonical_names(module)
-        by_parameter = {id(x): name for name, x in module.named_parameters(remove_duplicate=False)}
-        name = parameter if isinstance(parameter, str) else by_parameter.get(id(parameter), "")
-        if name not in names:
+        if isinstance(parameter, str):
+            name = canonical_names(module).get(parameter)
+        else:
+            name = next((name for name, one in module.named_parameters() if one is parameter), None)
+        if name is None:
             wrong = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
             raise UnsupportedError(
                 f"found {wrong}; expected a parameter of {type(module).__name__}, or its name, such as "
-                f"{next(iter(names), '')!r} ({len(names)} names, see named_parameters())."
+                f"{next(iter(canonical_names(module)), '')!r} (see named_parameters())."
             )
         if self.config.versions == "sync":
             return 0
-        delay = None if self._session is None else self._session.delay_of(names[name])
+        delay = None if self._session is None else self._session.delay_of(name)
         if delay is None:
             raise UnsupportedError(_NO_DELAYS)
         return delay
@@ -770,6 +774,8 @@ class DappleStrategy(ParallelStrategy):
     ) -> None:
         """Write a checkpoint: rank 0 a file, or every rank its part of a directory; the one before is never lost."""
         session = self._session
+        if session is not None and session.correction is not None:
+            checkpoint[_LATE_UPDATES] = session.correction.updates
         if session is not None and self.config.save_distributed_checkpoint:
             with self._reached_weights() as weights:
                 what = "where the checkpoint is written"
@@ -807,6 +813,8 @@ class DappleStrategy(ParallelStrategy):
         for groups, state in zip(self._groups, states, strict=False):
             groups.load(state)
             groups.move(self.root_device)
+        if self._session is not None and self._session.correction is not None:
+            self._session.correction.updates = checkpoint.get(_LATE_UPDATES, 0)  # none in a synchronous run
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -36,6 +36,7 @@ from lightning_pipe.schedule.weights import POLICIES, VersionOptions
 from models.number_chain import MOMENTUM, RATE, SIZE, Batch, Drains, Numbers, numbers, recursion, round_of_forward
 
 CPU, WIDTH = torch.device("cpu"), 4
+PLAIN = VersionOptions()
 
 
 @dataclass
@@ -95,7 +96,7 @@ def fit_of(
     policy: str,
     batch: Callable[[int], Batch],
     microbatches: int,
-    options: VersionOptions = VersionOptions(),
+    options: VersionOptions = PLAIN,
 ) -> Fit:
     """Return a fit of modules, one per rank."""
     hub, steps = Hub(), [optimizer(module) for module in modules]
@@ -148,7 +149,7 @@ def chain_fit(
     modules: Sequence[Numbers],
     policy: str,
     count: int,
-    options: VersionOptions = VersionOptions(),
+    options: VersionOptions = PLAIN,
 ) -> Fit:
     """Return a fit of chains of factors, one for each rank, in batches of so many micro-batches."""
 

@@ -67,6 +67,21 @@ def classify(joint: JointGraph) -> Kinds:
     return Kinds(tuple(placed), frozenset(repeated), parents)
 
 
+def of_parameters(joint: JointGraph) -> frozenset[str]:
+    """Return the forward nodes that depend on parameters and on nothing that belongs to a batch."""
+    constant = {*joint.parameters, *joint.buffers}
+    made = set[str](joint.parameters)
+    for node in joint.module.graph.nodes:
+        inputs = [n.name for n in node.all_input_nodes]
+        is_constant = node.op == "get_attr" or (node.op == "call_function" and constant.issuperset(inputs))
+        if is_backward(node) or not (is_constant or _is_size(node)):
+            continue
+        constant.add(node.name)
+        if not made.isdisjoint(inputs):
+            made.add(node.name)
+    return frozenset(made.difference(joint.parameters))
+
+
 def _state_name(placeholder: str, joint: JointGraph) -> str:
     return joint.parameters.get(placeholder) or joint.buffers[placeholder]
 

@@ -20,7 +20,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, leading_only_to, value
 from lightning_pipe.capture.operators import takes_output
-from lightning_pipe.capture.stages.assign import Kinds, assign, partial_sums
+from lightning_pipe.capture.stages.assign import Kinds, assign, of_parameters, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
@@ -80,6 +80,7 @@ class Splitter:
         self._emitter = Emitter(joint, repeated=kinds.repeated, device=device)
         self._sizes = self._emitter.sizes
         self._state = set(joint.parameters) | set(joint.buffers)
+        self._of_parameters = of_parameters(joint)
 
     def split(self, cuts: tuple[int, ...], policies: Sequence[ActivationPolicy] = ()) -> Split:
         """Cut at these positions (indices of `Kinds.placed`); two equal positions make an empty stage.
@@ -228,6 +229,9 @@ class Splitter:
             gradients=dict(own.gradients),
             results=tuple(own.results),
             offloaded=frozenset(policy.offloaded),
+            saved_of_parameters=tuple(
+                self._line(n) for n in own.forward if n in backward_reads and n in self._of_parameters
+            ),
         )
 
     def _reads_of(self, names: Sequence[str]) -> set[str]:

@@ -179,3 +179,26 @@ def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
                 f"{wanted}, but the {count} replicas of stage {stage} take {plan.microbatches} micro-batches in turn; "
                 f"expected a multiple of {count}. Set microbatches to one."
             )
+
+
+def refuse_mixed_versions(versions: str, *, recomputes: bool, saved: Sequence[str]) -> None:
+    """Check that no backward reads two versions of the weights, where it reads another one than its forward.
+
+    Args:
+        versions: the policy's name.
+        recomputes: whether stages recompute.
+        saved: lines of the step that make, of parameters alone, what forwards save.
+
+    Raises:
+        PlanError: naming what would read two versions, and the way out.
+    """
+    if POLICIES[versions].promise or not (recomputes or saved):
+        return
+    if recomputes:
+        what = "the plan or a checkpoint of the module recomputes activations, which would be those of other weights"
+    else:
+        what = f"{saved[0]} computes with parameters alone, and the forward saves the result, made of its own weights"
+    raise PlanError(
+        f"versions={versions!r} lets a backward read other weights than its forward, but {what}. Remove that, or set "
+        "versions='pipedream' or '2bw', in which both read the same."
+    )
