@@ -103,6 +103,7 @@ class Late:
         anneal: K of PipeMare's T1; 0 without it.
         decay: D of its T2; 0 without it.
         is_spiky: whether spikes are compensated.
+        is_predicted: whether forwards read weights that the velocity has predicted.
         is_vertical: whether all passes of a micro-batch read the version of stage 0 at its entry.
         warmup: batches at the beginning that are synchronous.
     """
@@ -111,6 +112,7 @@ class Late:
     anneal: int = 0
     decay: float = 0.0
     is_spiky: bool = False
+    is_predicted: bool = False
     is_vertical: bool = False
     warmup: int = 0
 
@@ -127,7 +129,8 @@ def late_recursion(
     policy: Late, stages: int, count: int, rounds: int, drains: Drains, *, repeats: int = 1 << 30
 ) -> tuple[list[float], list[float]]:
     """Return losses and last weights; arguments as of `recursion`."""
-    w, v, d, losses = [[1 - 0.05 * s] for s in range(stages)], [0.0] * stages, [0.0] * stages, list[float]()
+    w, v, d = [[1 - 0.05 * s] for s in range(stages)], [[0.0] for _ in range(stages)], [0.0] * stages
+    losses = list[float]()
     depths = [policy.depth(s, stages) for s in range(stages)]
     taus = [depth / count for depth in depths]
     drains = dict.fromkeys(range(policy.warmup), False) | drains
@@ -140,9 +143,10 @@ def late_recursion(
             x, y = number(i % repeats)
             began = [round_of_forward(i, depth, count, drains) for depth in depths]
             began = [began[0]] * stages if policy.is_vertical else began
+            ahead = [RATE * taus[s] * v[s][began[s]] * policy.is_predicted for s in range(stages)]
             inputs = [x]
             for s in range(stages):
-                inputs.append(inputs[-1] * w[s][began[s]])
+                inputs.append(inputs[-1] * (w[s][began[s]] - ahead[s]))
             loss += 0.5 * (inputs[-1] - y) ** 2 / count
             above = (inputs[-1] - y) / count
             for s in reversed(range(stages)):
@@ -150,11 +154,11 @@ def late_recursion(
                 above *= w[s][began[s]] if policy.is_vertical else back[s]
         losses.append(loss)
         for s, g in enumerate(gradients):
-            v[s] = MOMENTUM * v[s] + g
-            step = v[s]
+            v[s].append(MOMENTUM * v[s][-1] + g)
+            step = v[s][-1]
             if policy.is_spiky and is_late:
                 a = MOMENTUM ** taus[s]
-                step = a * v[s] + (1 - a) / (1 - MOMENTUM) * g
+                step = a * v[s][-1] + (1 - a) / (1 - MOMENTUM) * g
             k = b - policy.warmup
             is_slow = policy.anneal and is_late
             rate = RATE / max(1.0, taus[s]) ** (1 - min(k / policy.anneal, 1)) if is_slow else RATE

@@ -50,10 +50,11 @@ class Fit:
     policy: str
     batch: Callable[[int], Batch]
     microbatches: int
+    options: VersionOptions
 
     def run(self, rounds: int, drains: Drains) -> list[float]:
         """Train so many batches and return their losses."""
-        policy, layout, enters = POLICIES[self.policy], self.executors[0].layout, tuple[int, ...]()
+        policy, layout, enters = self.options.of(POLICIES[self.policy]), self.executors[0].layout, tuple[int, ...]()
         losses, programs = [], dict[object, VerifiedProgram]()
         for t in range(rounds):
             last = min([d for d, given_up in drains.items() if not given_up and d >= t], default=rounds - 1)
@@ -137,7 +138,7 @@ def fit_of(
         if correction.kind == "discrepancy":
             executor.versions.predicted = _reading(correction, executor)
     assert capture.record.loss is not None
-    return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches)
+    return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches, options)
 
 
 def _reading(correction: Correction, executor: Executor) -> Callable[[Stage, str], Mapping[str, torch.Tensor]]:
