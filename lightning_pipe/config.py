@@ -33,12 +33,13 @@ from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.formats.torch_csv import load_csv
 from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS, Warmup
 from lightning_pipe.schedule.registry import SCHEDULES, ScheduleName
+from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.units import parse_bytes
 
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-WeightVersions = Literal["sync", "pipedream", "2bw"]
+WeightVersions = Literal["sync", "stale", "pipedream", "2bw", "spectrain", "xpipe", "pb", "pb_lwpv", "pb_lwpd"]
 RestoredRanks = Literal["auto", "all", "first", "none"]
 
 
@@ -238,6 +239,8 @@ class DappleConfig:
         is_ahead = self.versions != "sync"
         schedule = "1f1b" if self.warmup is not None or is_ahead else self.schedule
         policies = EXECUTED - {"offload"} if is_ahead else EXECUTED
+        if is_ahead and POLICIES[self.versions].reads_twice:  # which would compute other activations again
+            policies -= {"recompute"}
         constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
         return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 

@@ -67,6 +67,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
+from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import (
     TRAINING,
     FollowingBatch,
@@ -175,6 +176,10 @@ class Session:
         """
         self._optimizers = optimizers
         self._loss_scale.install()
+        for optimizer in optimizers:
+            self._pipeline.runner.rounds.predicted = PredictedWeights(
+                optimizer, module=self._module, weights=self.weights
+            )
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
         private.call_before_step(self._plugin, self._begin_step)
         if _records(self._config, ranks=self._links.control.ranks):
@@ -369,8 +374,9 @@ class Session:
             return ""
         if not self._moves_plainly():
             return "hooks of the module or the data module run when a batch is transferred to the device"
-        if self._config.versions == "2bw" and self._module.trainer.accumulate_grad_batches > 1:
-            return "gradients are accumulated over batches, so the weights before the last update may be older"
+        policy = self._pipeline.runner.rounds.policy
+        if policy is not None and policy.counts_updates and self._module.trainer.accumulate_grad_batches > 1:
+            return "gradients are accumulated over batches, and every batch would count as an update"
         if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
             return "the loader has a state of its own, which checkpoints would write one batch ahead"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"

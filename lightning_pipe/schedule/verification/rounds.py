@@ -121,7 +121,8 @@ class _RankWalk:
                         self.received.add(Recv(replace(message, microbatch=message.microbatch + first), peer))
                     case OwnWork(stage, microbatch):
                         self._choose(instruction, stage, microbatch + first)
-                        self._check_live(program)
+                        if self.predicted:
+                            self._check_live(program)
                     case AnyCompute():
                         for half in halves(instruction):
                             yield self._compute(replace(half, microbatch=half.microbatch + first), flow)

@@ -16,6 +16,7 @@ from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions
 from lightning_pipe.strategy.steps.step_runtime import RankStep
 
@@ -41,10 +42,15 @@ class Rounds:
     Args:
         versions: the policy's name; "sync" for none.
         links: to the other ranks.
+
+    Attributes:
+        policy: of this name.
+        predicted: what predicts weights; None before there is an optimizer.
     """
 
     def __init__(self, versions: str, links: Connections) -> None:
         self.policy: WeightPolicy | None = POLICIES.get(versions)
+        self.predicted: PredictedWeights | None = None
         self._versions, self._links = versions, links
         self._flying: RankStep | None = None  # whose forwards are in flight
         self._expected: tuple[tuple[int, ...], ...] = ()  # micro-batches of the batches that they belong to
@@ -78,6 +84,8 @@ class Rounds:
         if self.policy is None or not training:
             return Round(None, sizes)
         step.prove_rounds(self.policy, sizes)
+        if self.predicted is not None:
+            step.executor.versions.prediction = self.predicted.of(self.policy, step.plan)
         if not turn.continues or step is not self._flying or self._expected[:1] != (sizes,):
             self.give_up()
         numbers = "it reads numbers that change from batch to batch" if reads_numbers else ""
