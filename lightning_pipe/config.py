@@ -39,7 +39,22 @@ from lightning_pipe.units import parse_bytes
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-WeightVersions = Literal["sync", "pipedream", "2bw", "pipedream_vertical", "pipemare", "pb_sc", "timeprest"]
+WeightVersions = Literal[
+    "sync",
+    "stale",
+    "pipedream",
+    "pipedream_vertical",
+    "2bw",
+    "spectrain",
+    "xpipe",
+    "pipemare",
+    "pb",
+    "pb_lwpv",
+    "pb_lwpd",
+    "pb_sc",
+    "pb_lwpv_sc",
+    "timeprest",
+]
 RestoredRanks = Literal["auto", "all", "first", "none"]
 
 
@@ -272,8 +287,8 @@ class DappleConfig:
         is_ahead = self.versions != "sync"
         schedule = "1f1b" if self.warmup is not None or is_ahead else self.schedule
         policies = EXECUTED - {"offload"} if is_ahead else EXECUTED
-        if is_ahead and not POLICIES[self.versions].promise:  # recomputing reads what the backward reads
-            policies = frozenset()
+        if is_ahead and POLICIES[self.versions].reads_twice:  # which would compute other activations again
+            policies -= {"recompute"}
         constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
         return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 

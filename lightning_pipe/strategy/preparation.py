@@ -24,8 +24,8 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.planner.memory.policies import keeps_everything
 from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import too_large
 from lightning_pipe.strategy.checks.result_trial import (
@@ -47,7 +47,8 @@ from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.rounds import refuse_mixed_versions, refuse_rounds
+from lightning_pipe.strategy.steps.predicted_weights import refuse_recompute
+from lightning_pipe.strategy.steps.rounds import refuse_rounds
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
@@ -352,11 +353,6 @@ class Preparation:
         if versions != "sync" and captured.request.method == TRAINING:
             pairs = zip(split.traffic.buckets, split.bucket_parameters, strict=True)
             refuse_rounds(plan, versions=versions, ties=[n for b, names in pairs if len(b.stages) > 1 for n in names])
-            refuse_mixed_versions(
-                versions,
-                recomputes=captured.capture.can_run_ahead and not keeps_everything(plan, captured.capture.graph),
-                saved=[line for stage in split.stages for line in stage.saved_of_parameters],
-            )
         return RankStep(
             captured,
             split,
@@ -397,7 +393,11 @@ class Preparation:
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
-        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held)
+        versions, training = self.setup.config.versions, captured.request.method == TRAINING
+        reads_twice = versions != "sync" and training and capture.can_run_ahead and POLICIES[versions].reads_twice
+        if reads_twice and any(policy.backward is not None for policy in policies):
+            refuse_recompute(versions)
+        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held, reads_twice=reads_twice)
 
 
 def _compilation(config: DappleConfig, device: torch.device) -> Compilation | None:

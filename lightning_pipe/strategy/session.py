@@ -36,9 +36,9 @@ from lightning_pipe.lightning_names import (
     rank_zero_info,
 )
 from lightning_pipe.report import Comparison
-from lightning_pipe.runtime.corrections import Correction
 from lightning_pipe.runtime.memory import held_to
-from lightning_pipe.schedule.verification.rounds import delays_of
+from lightning_pipe.runtime.weights.corrections import Correction
+from lightning_pipe.schedule.delays import delays_of
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
@@ -70,6 +70,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
+from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import (
     TRAINING,
     FollowingBatch,
@@ -179,6 +180,10 @@ class Session:
         """
         self._optimizers = optimizers
         self._loss_scale.install()
+        for optimizer in optimizers:
+            self._pipeline.runner.rounds.predicted = PredictedWeights(
+                optimizer, module=self._module, weights=self.weights
+            )
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
         private.call_before_step(self._plugin, self._begin_step)
         if _records(self._config, ranks=self._links.control.ranks):
@@ -428,11 +433,9 @@ class Session:
             return ""
         if not self._moves_plainly():
             return "hooks of the module or the data module run when a batch is transferred to the device"
-        is_accumulated, policy = self._module.trainer.accumulate_grad_batches > 1, self._pipeline.runner.rounds.policy
-        if self._config.versions == "2bw" and is_accumulated:
-            return "gradients are accumulated over batches, so the weights before the last update may be older"
-        if policy is not None and policy.is_corrected and is_accumulated:
-            return "gradients are accumulated over batches, and corrections are known for a step after every batch"
+        policy = self._pipeline.runner.rounds.policy
+        if policy is not None and policy.counts_updates and self._module.trainer.accumulate_grad_batches > 1:
+            return "gradients are accumulated over batches, and every batch would count as an update"
         if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
             return "the loader has a state of its own, which checkpoints would write one batch ahead"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"

@@ -7,8 +7,9 @@ micro-batch, the weights that its stages read. All ranks run in one thread.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -24,12 +25,13 @@ from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.planner.memory.policies import policies_of
-from lightning_pipe.runtime.corrections import Correction
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput
-from lightning_pipe.runtime.stage import Stage, State
+from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.runtime.weights.corrections import Correction
+from lightning_pipe.runtime.weights.prediction import Prediction
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, VersionOptions
@@ -136,13 +138,23 @@ def fit_of(
     ]
     for executor, correction in zip(executors, corrections, strict=True):
         if correction.kind == "discrepancy":
-            executor.versions.predicted = _reading(correction, executor)
+            executor.versions.prediction = correction
+    if horizons := POLICIES[policy].horizons:
+        for executor, own in zip(executors, steps, strict=True):
+            executor.versions.prediction = Prediction(
+                own,
+                horizons=lambda stage: horizons(stage, len(layout.stages), microbatches),
+                form=POLICIES[policy].prediction,
+                once=POLICIES[policy].predicts_once,
+                rates=lambda count, of=own: [[group["lr"] for group in of.param_groups]] * count,
+            )
     assert capture.record.loss is not None
     return Fit(executors, steps, split, capture.record.loss, policy, batch, microbatches, options)
 
 
-def _reading(correction: Correction, executor: Executor) -> Callable[[Stage, str], Mapping[str, torch.Tensor]]:
-    return lambda stage, _: correction.weights(stage, rounds=executor.versions.rounds)
+def sgd_of(module: pl.LightningModule) -> torch.optim.Optimizer:
+    """Return the optimizer of the recursions."""
+    return torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
 def chain_fit(
@@ -150,15 +162,17 @@ def chain_fit(
     modules: Sequence[Numbers],
     policy: str,
     count: int,
+    optimizer: Callable[[pl.LightningModule], torch.optim.Optimizer] = sgd_of,
     options: VersionOptions = PLAIN,
 ) -> Fit:
     """Return a fit of chains of factors, one for each rank, in batches of so many micro-batches."""
-
-    def sgd(module: pl.LightningModule) -> torch.optim.Optimizer:
-        return torch.optim.SGD(module.parameters(), lr=RATE, momentum=MOMENTUM)
-
     layout = Layout(tuple((r,) for r in range(len(modules))))
-    return fit_of(*captured, layout, modules, sgd, policy, lambda t: numbers(t, count), count, options)
+    return fit_of(*captured, layout, modules, optimizer, policy, lambda t: numbers(t, count), count, options)
+
+
+def last_of(fit: Fit) -> list[float]:
+    """Return the factor of each rank."""
+    return [float(step.param_groups[0]["params"][rank].detach()) for rank, step in enumerate(fit.steps)]
 
 
 @pytest.fixture(scope="module")
@@ -177,37 +191,62 @@ def captured() -> Callable[[int], tuple[Capture, Split]]:
     return of
 
 
+DRAINS = ({}, {3: False, 4: False, 8: False}, {3: True, 4: True, 8: True})
+COUNTS = [1, 2, 4]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_chain_of_numbers_trains_by_the_recursion_of_its_policy(
     policy: str, stages: int, captured: Callable[[int], tuple[Capture, Split]]
 ) -> None:
     """Whatever micro-batches there are, and whenever the pipeline is emptied as planned or forwards are given up."""
-    for count in (1, 2, 4):
-        for drains in ({}, {3: False, 4: False, 8: False}, {3: True, 4: True, 8: True}):
-            modules = [Numbers(stages) for _ in range(stages)]
-            fit = chain_fit(captured(stages), modules, policy, count)
-            for rank, executor in enumerate(fit.executors):
-                if policy == "spectrain":
-                    executor.versions.predicted = _predictor(modules[rank], fit.steps[rank], rank, stages)
+    for count in COUNTS:
+        for drains in DRAINS:
+            fit = chain_fit(captured(stages), [Numbers(stages) for _ in range(stages)], policy, count)
             losses, weights = recursion(policy, stages, count, 12, drains)
             assert fit.run(12, drains) == pytest.approx(losses, abs=1e-12)
-            last = [float(module.w[r].detach()) for r, module in enumerate(modules)]
-            assert last == pytest.approx(weights, abs=1e-12)
+            assert last_of(fit) == pytest.approx(weights, abs=1e-12)
 
 
-def _predictor(module: Numbers, step: torch.optim.Optimizer, rank: int, stages: int):
-    """Return SpecTrain's prediction: the velocity goes on for as many updates as a micro-batch is under way."""
+@pytest.mark.parametrize("policy", ["spectrain", "xpipe", "pb_lwpv"])
+@pytest.mark.parametrize(
+    ("optimizer", "adam", "by_difference"),
+    [
+        (torch.optim.Adam, True, False),
+        (partial(torch.optim.AdamW, weight_decay=0.0, foreach=True), True, False),
+        (partial(torch.optim.AdamW, weight_decay=0.0, fused=True), True, False),
+        (partial(torch.optim.Adam, amsgrad=False, maximize=False, foreach=False), True, False),
+        (type("Derived", (torch.optim.Adam,), {}), True, True),
+        (type("Derived", (torch.optim.SGD,), {}), False, True),
+    ],
+)
+def test_what_an_optimizer_keeps_is_what_is_predicted_from(
+    policy: str,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    adam: bool,
+    by_difference: bool,
+    captured: Callable[[int], tuple[Capture, Split]],
+) -> None:
+    """By exact type: nobody knows what a class that is derived from one of torch's does with its state."""
+    options = {} if adam else {"momentum": MOMENTUM}
+    make = lambda module: optimizer(module.parameters(), lr=RATE, **options)  # noqa: E731
+    for count, drains in ((1, DRAINS[0]), (2, DRAINS[2])):
+        fit = chain_fit(captured(3), [Numbers(3) for _ in range(3)], policy, count, make)
+        losses, weights = recursion(policy, 3, count, 12, drains, adam=adam, by_difference=by_difference)
+        assert fit.run(12, drains) == pytest.approx(losses, abs=1e-9)
+        assert last_of(fit) == pytest.approx(weights, abs=1e-9)
 
-    def predicted(stage: Stage, kind: str) -> dict[str, torch.Tensor]:
-        velocity = step.state.get(module.w[rank], {}).get("momentum_buffer")
-        horizon = rank // 2 + (stages - 1 - rank if kind == "F" else 0)
-        return {
-            name: x.detach() - (0.0 if velocity is None else RATE * horizon * velocity)
-            for name, x in stage.parameters_now().items()
-        }
 
-    return predicted
+def test_both_forms_are_one_for_momentum_at_a_constant_rate(
+    captured: Callable[[int], tuple[Capture, Split]],
+) -> None:
+    """Kosson et al. (2021), section 3.3."""
+    velocity, difference = (
+        chain_fit(captured(3), [Numbers(3) for _ in range(3)], policy, 2).run(12, {})
+        for policy in ("pb_lwpv", "pb_lwpd")
+    )
+    assert velocity == pytest.approx(difference, abs=1e-12)
 
 
 class Blocks(pl.LightningModule):

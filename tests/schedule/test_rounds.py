@@ -88,7 +88,7 @@ def test_what_a_policy_does_not_keep_is_refused() -> None:
 @pytest.mark.parametrize(("stages", "batch"), [(4, 4), (4, 8), (8, 8)])
 def test_no_rank_waits_between_rounds(stages: int, batch: int) -> None:
     """A round takes the work of one rank; with a flush it takes p - 1 times F and B longer (Narayanan et al. 2019)."""
-    for name, message in (("pipedream", 0.25), ("2bw", 0.25), ("deep", 1.0)):
+    for name, message in (("pipedream", 0.25), ("2bw", 0.25), ("pb", 1.0)):
         program = middle(POLICIES[name], stages, batch)
         assert period(program, UnitPrices(latency=message)) == pytest.approx(3 * batch)
         curves = memory_curves(simulate(program, UnitPrices()), program=program, prices=UnitPrices())
@@ -97,8 +97,8 @@ def test_no_rank_waits_between_rounds(stages: int, batch: int) -> None:
 
 def test_messages_that_take_long_are_waited_for_across_rounds() -> None:
     """As long as a message takes, a rank waits for it in the round that takes it, not in the one that receives it."""
-    slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "deep")}
-    assert slow["pipedream"] == pytest.approx(18) and slow["deep"] < 13
+    slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "pb")}
+    assert slow["pipedream"] == pytest.approx(18) and slow["pb"] < 13
 
 
 def _mutant(program: Program, draw: random.Random) -> Program:
@@ -142,7 +142,7 @@ def _mutant(program: Program, draw: random.Random) -> Program:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["stale", "deep", "pipedream", "2bw"])
+@pytest.mark.parametrize("name", ["stale", "pb", "pipedream", "2bw"])
 def test_whatever_would_do_harm_is_refused_before_it_runs(name: str, count: int) -> None:
     """An interpreter of numbers says of mutants whether they end with other weights, or do not end."""
     policy, draw = POLICIES[name], random.Random(name)

@@ -163,7 +163,6 @@ class StageProgram:
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
         offloaded: names of values whose memory is on the host between F and the backward.
-        saved_of_parameters: lines of the step that make, of parameters alone, what F saves for I and W.
     """
 
     stage: int
@@ -183,7 +182,6 @@ class StageProgram:
     averaged: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
-    saved_of_parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ together, with micro-batches numbered through. It is an executable specification
     "once"      every pass of every micro-batch runs once on every rank with samples of it
     "inputs"    what a compute waits for was received, or computed on its rank, in this round or an earlier one, and
                 nothing is received that no compute takes
-    "versions"  F, I and W of a micro-batch read one version of the weights, or those of a batch do on every stage, if
-                the policy promises it; a rank holds no more versions than the policy says
+    "versions"  F, I and W of a micro-batch read one version of the weights, those of a batch do on every stage, or
+                each pass of a batch does on a stage, if the policy promises it; a rank never holds more versions than
+                the policy says
 
 A version is counted by the steps of the optimizer that its rank has made.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
@@ -27,29 +27,24 @@ from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
     ComputeKind,
-    Edge,
-    Layout,
     Recv,
     Step,
-    Traffic,
     VerifiedProgram,
 )
 from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.rules import Dataflow, halves
-from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import WeightPolicy
 
 
 class Version(NamedTuple):
-    """Weights that a compute reads: those after so many steps, or a prediction that starts from them."""
+    """Weights that a compute reads: those after so many steps, or what they are predicted to be some steps later."""
 
     steps: int
-    is_predicted: bool = False
+    horizon: int = 0
 
     def __str__(self) -> str:
-        return f"{self.steps}{'~' if self.is_predicted else ''}"
+        return f"{self.steps}+{self.horizon}" if self.horizon else f"{self.steps}"
 
 
 @dataclass(frozen=True)
@@ -115,12 +110,15 @@ class _RankWalk:
     done: set[Compute] = field(default_factory=set)
     pinned: dict[tuple[int, int], Version] = field(default_factory=dict)  # stage, micro-batch
     predicted: dict[tuple[int, int, ComputeKind], Version] = field(default_factory=dict)
+    batches: dict[tuple[int, int, ComputeKind], Version] = field(default_factory=dict)  # predicted once for a batch
+    batch_of: Sequence[int] = ()
     number: int = 0
     keeps_older: bool = False
     entered: dict[int, int] = field(default_factory=dict)  # steps made when a micro-batch entered at stage 0
 
     def run(self) -> Iterator[WeightRead]:
         sizes, firsts = _numbered(self.rounds)
+        self.batch_of = [number for number, program in enumerate(self.rounds) for _ in range(program.batch)]
         layout, traffic = self.rounds[0].layout, self.rounds[0].traffic
         flow = Dataflow(layout, sizes=sizes, traffic=traffic)
         self.keeps_older = any(isinstance(x, PinOlder) for program in self.rounds for x in program.ranks[self.rank])
@@ -132,6 +130,8 @@ class _RankWalk:
                         self.received.add(Recv(replace(message, microbatch=message.microbatch + first), peer))
                     case OwnWork(stage, microbatch):
                         self._choose(instruction, stage, microbatch + first)
+                        if self.predicted:
+                            self._check_live(program, first)
                     case AnyCompute():
                         for half in halves(instruction):
                             yield self._compute(replace(half, microbatch=half.microbatch + first), flow)
@@ -165,7 +165,7 @@ class _RankWalk:
                 self._refuse("inputs", f"{compute} needs {earlier} before it")
         self.done.add(compute)
         moment = Version(self.steps)
-        version = self.predicted.get((stage, microbatch, kind), self.pinned.get((stage, microbatch), moment))
+        version = self.predicted.pop((stage, microbatch, kind), self.pinned.get((stage, microbatch), moment))
         if kind == "W":
             self.pinned.pop((stage, microbatch), None)
         return WeightRead(self.rank, self.number, compute, version)
@@ -185,21 +185,34 @@ class _RankWalk:
             case PinEntry():
                 self.pinned[stage, microbatch] = Version(self.entered[microbatch])
             case Predict():
-                self.predicted[stage, microbatch, "F"] = Version(self.steps, True)
+                self.predicted[stage, microbatch, "F"] = self._predicted(stage, microbatch, "F")
             case PredictBack():
                 for kind in ("I", "W"):
-                    self.predicted[stage, microbatch, kind] = Version(self.steps, True)
+                    self.predicted[stage, microbatch, kind] = self._predicted(stage, microbatch, "I")
+
+    def _predicted(self, stage: int, microbatch: int, kind: ComputeKind) -> Version:
+        program, policy = self.rounds[self.number], self.policy
+        horizons = (
+            (1, 1) if policy.horizons is None else policy.horizons(stage, len(program.layout.stages), program.batch)
+        )
+        version = Version(self.steps, horizons[kind != "F"])
+        if not policy.predicts_once:
+            return version
+        batch = self.batch_of[microbatch]
+        for key in [key for key in self.batches if key[0] == stage and key[1] < batch and key[2] == kind]:
+            del self.batches[key]
+        return self.batches.setdefault((stage, batch, kind), version)
 
     def _check_live(self, program: VerifiedProgram, first: int) -> None:
-        """Check how many versions there are once the optimizer has stepped."""
-        live = {Version(self.steps), *self.pinned.values()}
+        """Check how many versions there are, once weights are chosen and once the optimizer has stepped."""
+        live = {Version(self.steps), *self.pinned.values(), *self.predicted.values(), *self.batches.values()}
         if self.keeps_older:
             live.add(Version(self.steps - 1))
         for stage, ranks in enumerate(program.layout.stages):
             if self.rank in ranks:
-                behind = 0 if self.policy.depth_of_entry else stage
+                behind = 0 if self.policy.keeps_entries else stage
                 ahead = self.policy.ahead(program.layout, program.batch)[behind]
-                if self.policy.depth_of_entry and program.seam is not None:
+                if self.policy.keeps_entries and program.seam is not None:
                     awaited = range(program.batch + program.seam.leaves[stage], program.batch + program.seam.leaves[0])
                     live |= {Version(self.entered[first + m]) for m in awaited}
                 most = self.policy.live(ahead, program.batch)
@@ -227,10 +240,18 @@ def _check_promise(rounds: Sequence[VerifiedProgram], reads: Sequence[WeightRead
     _, firsts = _numbered(rounds)
     batch_of = {first + m: t for t, first in enumerate(firsts) for m in range(rounds[t].batch)}
     versions: dict[tuple[int, ...], dict[Version, WeightRead]] = defaultdict(dict)
+    key: tuple[int, ...]
     for read in reads:
         m = read.compute.microbatch
-        keys = {"micro-batch": (read.rank, read.compute.stage, m), "micro-batch on all stages": (m,)}
-        key = keys.get(policy.promise, (batch_of[m],))
+        match policy.promise:
+            case "micro-batch":
+                key = (read.rank, read.compute.stage, m)
+            case "micro-batch on all stages":
+                key = (m,)
+            case "pass":
+                key = (read.rank, read.compute.stage, batch_of[m], int(read.compute.kind == "F"))
+            case _:
+                key = (batch_of[m],)
         versions[key].setdefault(read.version, read)
     for different in versions.values():
         if len(different) > 1:
@@ -240,34 +261,3 @@ def _check_promise(rounds: Sequence[VerifiedProgram], reads: Sequence[WeightRead
                 f"{second.version}, but {first.compute} of rank {first.rank} reads {first.version}; the policy "
                 f"promises one version for a {policy.promise}"
             )
-
-
-@lru_cache(maxsize=64)
-def delays_of(policy: WeightPolicy, stages: int, batch: int) -> tuple[int, ...]:
-    """Return by stage after how many updates the gradient of a forward is applied, in the middle of a training.
-
-    That is the number of steps that were made before the one that takes the gradient, less those of the weights that
-    the forward read, or from which they were predicted. It is counted from programs, and the largest one of the
-    micro-batches of a batch, where these differ.
-
-    Args:
-        policy: that decides the rounds.
-        stages: their number.
-        batch: micro-batches between two updates.
-    """
-    layout, hops = Layout(tuple((rank,) for rank in range(stages))), range(stages - 1)
-    edges = [Edge("F", s, s + 1, 0.0) for s in hops] + [Edge("B", s + 1, s, 0.0) for s in hops]
-    count = 2 * (-(-max(policy.ahead(layout, batch)) // batch) + 1)  # until rounds are full, and until they are empty
-    enters, rounds = tuple[int, ...](), list[VerifiedProgram]()
-    for left in reversed(range(count)):
-        seam = policy.seam(layout, batch, enters=enters, following=(batch,) * left)
-        sizes, traffic = (1,) * (batch + max(seam.leaves)), Traffic(tuple(edges), ())
-        order = policy.order(layout, seam)
-        rounds.append(verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam)))
-        enters = seam.leaves
-    delays = [0] * stages
-    for read in verify_rounds(rounds, policy):
-        if read.compute.kind == "F":
-            late = read.compute.microbatch // batch - read.version.steps
-            delays[read.compute.stage] = max(delays[read.compute.stage], late)
-    return tuple(delays)

@@ -13,10 +13,11 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Seam
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
-from lightning_pipe.runtime.corrections import Correction
 from lightning_pipe.runtime.job import BatchInput
+from lightning_pipe.runtime.weights.corrections import Correction
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
+from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions
 from lightning_pipe.strategy.steps.step_runtime import RankStep
 
@@ -47,11 +48,13 @@ class Rounds:
     Attributes:
         policy: the policy; None for "sync".
         is_flushed: whether nothing may run ahead of the last batch, so that it was trained as with "sync".
+        predicted: what predicts weights; None before there is an optimizer.
         correction: of late gradients, where the policy has one.
     """
 
     def __init__(self, versions: str, links: Connections, policy: WeightPolicy | None) -> None:
         self.policy = policy
+        self.predicted: PredictedWeights | None = None
         self._versions, self._links = versions, links
         self._flying: RankStep | None = None  # whose forwards are in flight
         self._expected: tuple[tuple[int, ...], ...] = ()  # micro-batches of the batches that they belong to
@@ -87,6 +90,10 @@ class Rounds:
         if self.policy is None or not training:
             return Round(None, sizes)
         step.prove_rounds(self.policy, sizes)
+        if self.predicted is not None:
+            step.executor.versions.prediction = self.predicted.of(self.policy, step.plan)
+        if self.correction is not None and self.correction.kind == "discrepancy":
+            step.executor.versions.prediction = self.correction
         if not turn.continues or step is not self._flying or self._expected[:1] != (sizes,):
             self.give_up()
         numbers = "it reads numbers that change from batch to batch" if reads_numbers else ""
@@ -96,12 +103,8 @@ class Rounds:
         batches = [batch.sizes for batch in following]
         enters = () if self._flying is None else step.executor.in_flight
         seam = self.policy.seam(step.layout, len(sizes), enters=enters, following=[*map(len, batches)])
-        if self.is_flushed:  # all computes read the weights of now
-            seam = replace(seam, work=())
-        if (correction := self.correction) is not None:
-            correction.is_ahead, versions = not self.is_flushed, step.executor.versions
-            if correction.kind == "discrepancy":
-                versions.predicted = lambda stage, _: correction.weights(stage, rounds=versions.rounds)
+        if self.correction is not None:
+            self.correction.is_ahead = not self.is_flushed
         later = [size for batch in batches for size in batch][: max(seam.leaves)]
         self._flying = step if any(seam.leaves) else None
         self._expected = tuple(batches)
@@ -179,26 +182,3 @@ def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
                 f"{wanted}, but the {count} replicas of stage {stage} take {plan.microbatches} micro-batches in turn; "
                 f"expected a multiple of {count}. Set microbatches to one."
             )
-
-
-def refuse_mixed_versions(versions: str, *, recomputes: bool, saved: Sequence[str]) -> None:
-    """Check that no backward reads two versions of the weights, where it reads another one than its forward.
-
-    Args:
-        versions: the policy's name.
-        recomputes: whether stages recompute.
-        saved: lines of the step that make, of parameters alone, what forwards save.
-
-    Raises:
-        PlanError: naming what would read two versions, and the way out.
-    """
-    if POLICIES[versions].promise or not (recomputes or saved):
-        return
-    if recomputes:
-        what = "the plan or a checkpoint of the module recomputes activations, which would be those of other weights"
-    else:
-        what = f"{saved[0]} computes with parameters alone, and the forward saves the result, made of its own weights"
-    raise PlanError(
-        f"versions={versions!r} lets a backward read other weights than its forward, but {what}. Remove that, or set "
-        "versions='pipedream' or '2bw', in which both read the same."
-    )

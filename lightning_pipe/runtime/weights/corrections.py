@@ -17,15 +17,14 @@ optimizer, so that it is saved, loaded and moved with the rest; other optimizers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.runtime.stage import Stage
 
 DISCREPANCY = "discrepancy"
 """Name of `delta` in the state of a parameter."""
@@ -72,7 +71,8 @@ class Correction:
     _rates: list[Any] = field(default_factory=list)
     _deltas: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     _has_stepped: bool = False
-    _read: dict[tuple[int, int], dict[str, torch.Tensor]] = field(default_factory=dict)  # by stage and round
+    _rounds: int = 0  # since the pipeline was empty
+    once: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.kind == "spike":
@@ -92,7 +92,6 @@ class Correction:
     def begin(self) -> None:
         """Prepare for the optimizer's step, when all gradients are there."""
         self._has_stepped = False
-        self._read.clear()
         if self.is_ahead and self.anneal:
             factor = annealed(self.delay, self.updates, self.anneal)
             self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -107,8 +106,8 @@ class Correction:
             group["lr"] = rate
         deltas, has_stepped = self._deltas, self._has_stepped
         self._rates, self._deltas, self._has_stepped = [], {}, False
-        if deltas:
-            torch._foreach_add_([*deltas.values()], [p.detach() for p in deltas], alpha=1 - self.gamma)
+        for parameter, delta in deltas.items():
+            delta.add_(parameter.detach(), alpha=1 - self.gamma)
         if has_stepped:
             self.updates += self.is_ahead
             for parameter, delta in deltas.items():  # now only: optimizers begin with a state that is empty
@@ -125,34 +124,37 @@ class Correction:
                 known = self.optimizer.state.get(parameter, {}).get(DISCREPANCY)
                 if known is None and parameter.grad is None:
                     continue
-                self._deltas[parameter] = torch.zeros_like(parameter.detach()) if known is None else known
-        if self._deltas:
-            deltas, weights = [*self._deltas.values()], [p.detach() for p in self._deltas]
-            torch._foreach_mul_(deltas, self.gamma)
-            torch._foreach_add_(deltas, weights, alpha=self.gamma - 1)
+                delta = torch.zeros_like(parameter.detach()) if known is None else known
+                self._deltas[parameter] = delta.mul_(self.gamma).sub_(parameter.detach(), alpha=1 - self.gamma)
 
-    def weights(self, stage: Stage, *, rounds: int) -> Mapping[str, torch.Tensor]:
-        """Return what I and W of a stage read.
+    def predict(
+        self, parameters: Mapping[str, torch.Tensor], horizon: int, *, into: Callable[[str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return what I and W read: the weights of now, less the discrepancy of what late forwards have read.
 
         Args:
-            stage: the stage.
-            rounds: that ran since the pipeline was empty, when forwards read the weights of now.
+            parameters: by name.
+            horizon: 0 for F, which reads the weights of now.
+            into: returns a buffer for the corrected weights of a name.
         """
-        key = stage.program.stage, rounds
-        if key not in self._read:
-            self._read.clear()
-            self._read[key] = self._corrected(stage, min(self.delay, rounds))
-        return self._read[key]
-
-    def _corrected(self, stage: Stage, late: float) -> dict[str, torch.Tensor]:
-        halves = (stage.program.input_grad, stage.program.weight_grad)
-        read = {name for half in halves if half is not None for name in half.inputs}
-        corrected: dict[str, torch.Tensor] = {}
-        for name, parameter in stage.parameters_now().items():
+        read, late = dict(parameters), min(self.delay, self._rounds) if horizon else 0.0
+        for name, parameter in parameters.items() if late else ():
             delta = self.optimizer.state.get(parameter, {}).get(DISCREPANCY)
-            if late and name in read and delta is not None:
-                corrected[name] = torch.sub(parameter.detach(), delta, alpha=late)
-        return corrected
+            if delta is not None:
+                read[name] = torch.sub(parameter.detach(), delta, alpha=late, out=into(name))
+        return read
+
+    def horizons(self, _: int) -> tuple[int, int]:
+        """Return that I and W read corrected weights."""
+        return 0, -1
+
+    def before_step(self, _: Iterable[torch.Tensor]) -> None:
+        """Count a round since the pipeline was empty."""
+        self._rounds += 1
+
+    def forget(self) -> None:
+        """Note that the pipeline is empty: forwards of the next batch read the weights of now."""
+        self._rounds = 0
 
     def _stepped(self) -> None:
         """Compensate spikes right after the step."""
