@@ -283,7 +283,8 @@ class DappleStrategy(ParallelStrategy):
     def delay_of(self, parameter: torch.Tensor | str) -> int:
         """Return how many updates late the gradients of a parameter are, as of `delays`; 0 with versions="sync".
 
-        Optimizers may ask for it in `step`; in `configure_optimizers` it is not known yet.
+        Optimizers may ask for it in `step`; in `configure_optimizers` it is not known yet. Copies that take trial steps
+        before there is a plan hear 0, as with "sync".
 
         Args:
             parameter: of the module, or its name.
@@ -293,10 +294,13 @@ class DappleStrategy(ParallelStrategy):
         """
         if (module := self.lightning_module) is None:
             raise UnsupportedError(_NO_DELAYS)
+        session = self._session
         if isinstance(parameter, str):
             name = canonical_names(module).get(parameter)
         else:
             name = next((name for name, one in module.named_parameters() if one is parameter), None)
+        if name is None and isinstance(parameter, torch.Tensor) and session is not None and session.plan is None:
+            return 0  # of a copy
         if name is None:
             wrong = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
             raise UnsupportedError(
@@ -305,7 +309,7 @@ class DappleStrategy(ParallelStrategy):
             )
         if self.config.versions == "sync":
             return 0
-        delay = None if self._session is None else self._session.delay_of(name)
+        delay = None if session is None else session.delay_of(name)
         if delay is None:
             raise UnsupportedError(_NO_DELAYS)
         return delay

@@ -181,6 +181,32 @@ class Asking(Small):
         return super().configure_optimizers()
 
 
+class Lazy(torch.optim.SGD):
+    """It divides the rate of each parameter by its delay, which it asks for in its step."""
+
+    delay_of: Any = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.sub_(parameter.grad * 0.1 / max(1, self.delay_of(parameter)))
+        return loss
+
+
+class Dividing(Small):
+    """Its optimizer asks for delays."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = Lazy(self.parameters(), lr=0.1)
+        optimizer.delay_of = self.trainer.strategy.delay_of
+        return optimizer
+
+    def on_train_end(self) -> None:
+        strategy = self.trainer.strategy
+        assert strategy.delays == (2, 1) and strategy.delay_of("first.weight") == 2
+
+
 class Misnamed(Small):
     """It asks for the delay of what is no parameter."""
 
@@ -210,6 +236,7 @@ def test_what_has_no_definition_is_refused_with_the_way_out() -> None:
         (Asking, "pipemare"): "Delays are known when there is a plan",
         (Misnamed, "pipemare"): "expected a parameter of Misnamed, or its name, such as 'first.weight'",
         (Gated, "pipemare"): "",
+        (Dividing, "pipemare"): "",
     }
     for errors in World(2).run(refused, [*cases]):
         for error, words in zip(errors, cases.values(), strict=True):
