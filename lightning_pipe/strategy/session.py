@@ -252,6 +252,11 @@ class Session:
                     f"versions={self._config.versions!r} corrects their steps. Set versions='2bw', or 'sync'."
                 )
             anneal = options.anneal if policy.rate else 0
+            if policy.correction == "discrepancy" and not anneal:
+                rank_zero_info(
+                    f"versions={self._config.versions!r} leaves the learning rates of stages as they are. "
+                    "versions_options={'anneal': steps} lowers those of late gradients in the first steps."
+                )
             self._correction = Correction(optimizer, policy.correction, anneal=anneal, decay=options.decay)
             self._pipeline.runner.rounds.correction = self._correction
 

@@ -33,6 +33,8 @@ class Rank:
     gradient: float = 0.0
     held: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     first: int = 0  # number of the round's first micro-batch, through all rounds
+    history: list[float] = field(default_factory=list)  # weights before each step
+    entered: dict[int, int] = field(default_factory=dict)  # steps before the first stage's forward; one for all ranks
 
 
 def run(rounds: Sequence[Program]) -> list[float]:
@@ -42,6 +44,8 @@ def run(rounds: Sequence[Program]) -> list[float]:
         Broken: if something is not there, runs again, is left, or waits for ever.
     """
     ranks = [Rank(r, 1 - 0.05 * r, 1 - 0.05 * r) for r in range(len(rounds[0].ranks))]
+    for rank in ranks:
+        rank.entered = ranks[0].entered
     channels: Channels = defaultdict(deque)
     weights: list[float] = []
     for program in rounds:
@@ -102,7 +106,13 @@ def _try(x: Instruction, r: int, rank: Rank, channels: Channels, posted: Posted,
                 _put(rank, m, "pinned", rank.weight)
             elif x.code == "PINOLDER":
                 _put(rank, m, "pinned", rank.older)
+            elif x.code == "PINENTRY":
+                steps = rank.entered.get(rank.first + m, len(rank.history) if rank.stage == 0 else None)
+                if steps is None:
+                    return False  # it has not entered
+                _put(rank, m, "pinned", [*rank.history, rank.weight][steps])
         case Step():
+            rank.history.append(rank.weight)
             rank.older, rank.weight, rank.gradient = rank.weight, rank.weight - RATE * rank.gradient, 0.0
     return True
 
@@ -116,6 +126,8 @@ def _compute(x: Compute, rank: Rank, count: int, posted: Posted, r: int) -> bool
                 return _awaited(posted, r - 1, r)
             value = _taken(rank, m, "received F") if rank.stage else 1 + 0.1 * ((7 * (rank.first + m)) % 5)
             _put(rank, m, "input", value)
+            if rank.stage == 0:
+                rank.entered[rank.first + m] = len(rank.history)
             held["send F" if rank.stage < count - 1 else "loss"] = value * weight
         case "I":
             if "input" not in held:

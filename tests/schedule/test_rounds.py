@@ -142,7 +142,7 @@ def _mutant(program: Program, draw: random.Random) -> Program:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["stale", "pb", "pipedream", "2bw"])
+@pytest.mark.parametrize("name", ["stale", "pb", "pipedream", "2bw", "pipedream_vertical"])
 def test_whatever_would_do_harm_is_refused_before_it_runs(name: str, count: int) -> None:
     """An interpreter of numbers says of mutants whether they end with other weights, or do not end."""
     policy, draw = POLICIES[name], random.Random(name)

@@ -82,6 +82,11 @@ class Correction:
                 f"{type(self.optimizer).__name__} has a group without `lr`, and the policy of weight versions changes "
                 "the learning rate of stages. Set versions='2bw', or versions='sync'."
             )
+        if not getattr(self.optimizer.step, "hooked", False):  # by the constructor of torch.optim.Optimizer
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} does not call the constructor of torch.optim.Optimizer, so nobody "
+                "hears of its steps, which the policy of weight versions corrects. Call it, or set versions='2bw'."
+            )
         self._hook = self.optimizer.register_step_post_hook(lambda *_: self._stepped())
 
     @property
