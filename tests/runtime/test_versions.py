@@ -6,6 +6,7 @@ micro-batch, the weights that its stages read. All ranks run in one thread.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,18 @@ from lightning_pipe.runtime.waiting import drive_together
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES
-from models.number_chain import MOMENTUM, RATE, SIZE, Batch, Drains, Numbers, numbers, recursion, round_of_forward
+from models.number_chain import (
+    MOMENTUM,
+    RATE,
+    SIZE,
+    Batch,
+    Drains,
+    Gates,
+    Numbers,
+    numbers,
+    recursion,
+    round_of_forward,
+)
 
 CPU, WIDTH = torch.device("cpu"), 4
 
@@ -214,6 +226,21 @@ def test_what_an_optimizer_keeps_is_what_is_predicted_from(
         losses, weights = recursion(policy, 3, count, 12, drains, adam=adam, by_difference=by_difference)
         assert fit.run(12, drains) == pytest.approx(losses, abs=1e-9)
         assert last_of(fit) == pytest.approx(weights, abs=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["stale", "2bw", "spectrain", "xpipe", "pb_lwpv"])
+def test_a_backward_makes_what_depends_on_weights_alone_of_those_that_it_reads(policy: str) -> None:
+    """What F has made of its weights is of another version than what I and W read; with one version it stays."""
+    request = Request(Gates(3), "training_step", flatten(numbers(0, 1))[1], arguments=(0,), samples=SIZE)
+    capture = capture_step(request)
+    starts = [i for i, node in enumerate(capture.graph.nodes) if any("w." in name for name in node.parameters)]
+    split = capture.split(tuple(starts[1:]), reads_twice=POLICIES[policy].reads_twice)
+    factor, slope = (lambda w: 1 / (1 + math.exp(-w))), (lambda w: math.exp(-w) / (1 + math.exp(-w)) ** 2)
+    for count in (1, 4):
+        fit = chain_fit((capture, split), [Gates(3) for _ in range(3)], policy, count)
+        losses, weights = recursion(policy, 3, count, 12, {}, factor=factor, slope=slope)
+        assert fit.run(12, {}) == pytest.approx(losses, abs=1e-12)
+        assert last_of(fit) == pytest.approx(weights, abs=1e-12)
 
 
 def test_both_forms_are_one_for_momentum_at_a_constant_rate(

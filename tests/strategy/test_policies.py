@@ -98,7 +98,7 @@ def train_all(stages: int, folder: Path) -> list[Any]:
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_policy_trains_by_its_recursion(stages: int, tmp_path: Path) -> None:
     """With checkpoints, at which forwards in flight are given up, and without."""
-    for fits in World(stages).run(train_all, stages, tmp_path):
+    for fits in World(stages).run(train_all, stages, tmp_path, deadline_s=1200.0):
         for (policy, count, after), (losses, weights, *_) in zip(TABLE, fits, strict=True):
             drains = dict.fromkeys(after, True)
             wanted, last = recursion(policy, stages, count, BATCHES, drains)
