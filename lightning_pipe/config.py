@@ -98,8 +98,8 @@ class DappleConfig:
         replan: if the prediction was wrong, plan again with measured times and switch to a better plan.
         start_method: how the processes of one host start: "popen" runs the script again, the others are those of
             multiprocessing.
-        versions: which weights micro-batches read: "sync": those after the last batch; "pipedream" and "2bw" run
-            forwards of the next batch ahead, so that the pipeline is never flushed.
+        versions: which weights micro-batches read: "sync": those after the last batch; all others run forwards of
+            the next batch ahead, so that the pipeline is never flushed (docs/weights.md).
         weights: initial weights (file or directory) instead of the module's initialisers; each rank loads only its own
             part.
         save_distributed_checkpoint: write sharded checkpoints: a directory to which every rank writes its part.
