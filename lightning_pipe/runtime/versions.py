@@ -22,8 +22,8 @@ from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.handlers import RankParts, handles
 from lightning_pipe.runtime.job import BatchInput, ResultSlice
-from lightning_pipe.runtime.prediction import Prediction
 from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.weights.prediction import Prediction
 
 Contents = dict[str, torch.Tensor]
 Buffers = dict[str, list[torch.Tensor]]  # of values that are read instead of parameters

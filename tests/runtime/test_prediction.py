@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 
-from lightning_pipe.runtime.prediction import Prediction, has_velocity
+from lightning_pipe.runtime.weights.prediction import Prediction, has_velocity
 
 STEPS, AHEAD = 4, 3
 RATES = [[0.1, 0.01], [0.05, 0.02], [0.2, 0.04]]  # of the next updates, by group

@@ -29,10 +29,10 @@ from lightning_pipe.errors import PipelineError
 from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.runtime.executor import Executor, run_together
 from lightning_pipe.runtime.job import BatchInput
-from lightning_pipe.runtime.prediction import Prediction
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.runtime.weights.prediction import Prediction
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES

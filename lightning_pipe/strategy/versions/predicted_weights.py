@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import is_overridden, pl, rank_zero_info
-from lightning_pipe.runtime.prediction import Prediction, has_velocity
+from lightning_pipe.runtime.weights.prediction import Prediction, has_velocity
 from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.loading.ahead import batches_left
 from lightning_pipe.strategy.parameters.weights import Weights

@@ -1,0 +1,1 @@
+"""Weights that computes read instead of the parameters of their moment."""
