@@ -47,11 +47,11 @@ from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.predicted_weights import refuse_recompute
 from lightning_pipe.strategy.steps.rounds import refuse_rounds
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
+from lightning_pipe.strategy.versions.predicted_weights import refuse_recompute
 
 log = logging.getLogger(__name__)
 

@@ -70,7 +70,6 @@ from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.ranks.limit import Foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.metrics import MetricsAlone, replay
-from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import (
     TRAINING,
     FollowingBatch,
@@ -82,6 +81,7 @@ from lightning_pipe.strategy.steps.step_calls import (
     step_contexts,
 )
 from lightning_pipe.strategy.steps.step_capture import RankSetup
+from lightning_pipe.strategy.versions.predicted_weights import PredictedWeights
 
 _AFTER_BACKWARD = "on_after_backward"
 

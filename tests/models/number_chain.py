@@ -33,6 +33,16 @@ class Numbers(pl.LightningModule):
         return (0.5 * (h - y) ** 2).mean()
 
 
+class Gates(Numbers):
+    """A chain of gates: what is multiplied with is made of a parameter alone, and the backward reads it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        h, y = batch
+        for w in self.w:
+            h = torch.sigmoid(w) * h
+        return (0.5 * (h - y) ** 2).mean()
+
+
 def number(i: int) -> tuple[float, float]:
     """Return input and target of micro-batch i."""
     x = 1 + 0.1 * ((7 * i) % 5)
@@ -105,8 +115,24 @@ def recursion(
     adam: bool = False,
     rate: Callable[[int], float] = lambda t: RATE,
     by_difference: bool = False,
+    factor: Callable[[float], float] = lambda w: w,
+    slope: Callable[[float], float] = lambda w: 1.0,
 ) -> tuple[list[float], list[float]]:
-    """Return losses and last weights by the definition of a policy; data repeat after some samples."""
+    """Return losses and last weights by the definition of a policy.
+
+    Args:
+        policy: its name.
+        stages: of the chain.
+        count: micro-batches of a batch.
+        rounds: batches.
+        drains: when the pipeline is emptied.
+        repeats: micro-batches after which data repeat.
+        adam: whether Adam updates, without decay; else momentum.
+        rate: of an update, by its number.
+        by_difference: whether predictions take the difference of weights.
+        factor: what a stage multiplies with, by its number.
+        slope: the derivative of that.
+    """
     if policy in LATE:
         return late_recursion(LATE[policy], stages, count, rounds, drains, repeats=repeats)
     chain = [Updates(1 - 0.05 * s, rate, adam=adam) for s in range(stages)]
@@ -133,12 +159,13 @@ def recursion(
                 began = began[:1] * stages
             inputs = [x]
             for s in range(stages):
-                inputs.append(inputs[-1] * read(s, began[s], 0))
+                inputs.append(inputs[-1] * factor(read(s, began[s], 0)))
             loss += 0.5 * (inputs[-1] - y) ** 2 / count
             above = (inputs[-1] - y) / count
             for s in reversed(range(stages)):
-                gradients[s] += above * inputs[s]
-                above *= chain[s].w[began[s]] if policy in ("pipedream", "2bw") else read(s, b, 1)
+                w = chain[s].w[began[s]] if policy in ("pipedream", "2bw") else read(s, b, 1)
+                gradients[s] += above * inputs[s] * slope(w)
+                above *= factor(w)
         losses.append(loss)
         for updates, gradient in zip(chain, gradients, strict=True):
             updates.update(gradient)

@@ -199,7 +199,7 @@ class _RankWalk:
         if not policy.predicts_once:
             return version
         batch = self.batch_of[microbatch]
-        for key in [key for key in self.batches if key[0] == stage and key[1] < batch and key[2] == kind]:
+        for key in [key for key in self.batches if key[0] == stage and key[1] != batch and key[2] == kind]:
             del self.batches[key]
         return self.batches.setdefault((stage, batch, kind), version)
 

@@ -17,9 +17,9 @@ from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.weights.corrections import Correction
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
-from lightning_pipe.strategy.steps.predicted_weights import PredictedWeights
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions
 from lightning_pipe.strategy.steps.step_runtime import RankStep
+from lightning_pipe.strategy.versions.predicted_weights import PredictedWeights
 
 
 @dataclass(frozen=True)
