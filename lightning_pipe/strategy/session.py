@@ -182,7 +182,7 @@ class Session:
         self._loss_scale.install()
         for optimizer in optimizers:
             self._pipeline.runner.rounds.predicted = PredictedWeights(
-                optimizer, module=self._module, weights=self.weights
+                optimizer, module=self._module, weights=self.weights, batches_left=batches_left
             )
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
         private.call_before_step(self._plugin, self._begin_step)

@@ -7,7 +7,7 @@ schedulers. Schedulers that step by epoch, or by a metric, do not change rates b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +18,6 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import is_overridden, pl, rank_zero_info
 from lightning_pipe.runtime.weights.prediction import Prediction, has_velocity
 from lightning_pipe.schedule.weights import WeightPolicy
-from lightning_pipe.strategy.loading.ahead import batches_left
 from lightning_pipe.strategy.parameters.weights import Weights
 
 
@@ -29,10 +28,19 @@ class PredictedWeights:
         optimizer: the user's.
         module: whose trainer fits.
         weights: where parameters live, and who steps them.
+        batches_left: returns how many batches may follow the one at hand.
     """
 
-    def __init__(self, optimizer: Optimizer, *, module: pl.LightningModule, weights: Weights) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        module: pl.LightningModule,
+        weights: Weights,
+        batches_left: Callable[[pl.Trainer], int],
+    ) -> None:
         self._optimizer, self._module, self._weights = optimizer, module, weights
+        self._batches_left = batches_left
         self._of: tuple[Plan, Prediction] | None = None
         self._said: set[str] = set()
 
@@ -103,7 +111,7 @@ class PredictedWeights:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the twin takes no steps, of which schedulers warn
             copies = [(deepcopy(config.scheduler, memo), config.frequency) for config in configs]
-            for number in range(batch + 1, batch + 1 + min(count, batches_left(trainer))):  # some refuse to go on
+            for number in range(batch + 1, batch + 1 + min(count, self._batches_left(trainer))):  # some refuse to go on
                 for scheduler, frequency in copies:
                     if number % frequency == 0:
                         scheduler.step()
