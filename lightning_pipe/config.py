@@ -33,12 +33,28 @@ from lightning_pipe.schedule.formats.text import format_order
 from lightning_pipe.schedule.formats.torch_csv import load_csv
 from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS, Warmup
 from lightning_pipe.schedule.registry import SCHEDULES, ScheduleName
+from lightning_pipe.schedule.weights import POLICIES, VersionOptions, WeightPolicy
 from lightning_pipe.units import parse_bytes
 
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-WeightVersions = Literal["sync", "pipedream", "2bw"]
+WeightVersions = Literal[
+    "sync",
+    "stale",
+    "pipedream",
+    "pipedream_vertical",
+    "2bw",
+    "spectrain",
+    "xpipe",
+    "pipemare",
+    "pb",
+    "pb_lwpv",
+    "pb_lwpd",
+    "pb_sc",
+    "pb_lwpv_sc",
+    "timeprest",
+]
 RestoredRanks = Literal["auto", "all", "first", "none"]
 
 
@@ -97,8 +113,10 @@ class DappleConfig:
         replan: if the prediction was wrong, plan again with measured times and switch to a better plan.
         start_method: how the processes of one host start: "popen" runs the script again, the others are those of
             multiprocessing.
-        versions: which weights micro-batches read: "sync": those after the last batch; "pipedream" and "2bw" run
-            forwards of the next batch ahead, so that the pipeline is never flushed.
+        versions: which weights micro-batches read: "sync": those after the last batch; others run forwards of the
+            next batch ahead, so that the pipeline is never flushed (docs/weights.md).
+        versions_options: options of that policy, such as "anneal: 1000, warmup_epochs: 2" (or a mapping); None takes
+            the defaults.
         weights: initial weights (file or directory) instead of the module's initialisers; each rank loads only its own
             part.
         save_distributed_checkpoint: write sharded checkpoints: a directory to which every rank writes its part.
@@ -141,6 +159,7 @@ class DappleConfig:
     start_method: StartMethod = "popen"
     weights: str | None = None
     versions: WeightVersions = "sync"
+    versions_options: str | None = None
     save_distributed_checkpoint: bool = False
     async_checkpoint: bool = False
     restore: RestoredRanks = "auto"
@@ -188,6 +207,7 @@ class DappleConfig:
             )
         if self.versions != "sync":
             self._check_versions()
+        _ = self.version_options  # read once, to refuse what cannot be
         if self.restore == "none" and self.start_method != "popen":
             raise ConfigError(
                 f"found restore='none' with start_method={self.start_method!r}, whose processes end with the fit, and "
@@ -212,12 +232,41 @@ class DappleConfig:
         others |= {"report": self.report, "trace": self.trace}  # beside a prediction of steps that are flushed
         others["schedule"] = self.schedule not in (None, "1f1b")
         others["stages_per_device"] = self.stages_per_device not in (None, 1)
+        others["shard_optimizer"] = self.shard_optimizer == "on" and POLICIES[self.versions].is_corrected
         if idle := [f"{name}={getattr(self, name)!r}" for name, is_set in others.items() if is_set]:
             raise ConfigError(
                 f"found versions={self.versions!r} and {', '.join(idle)}; forwards of the next batch run ahead with "
                 "schedule='1f1b', one stage per rank and no CUDA graphs, and their first steps are not compared with a "
                 "prediction. Remove one of them."
             )
+
+    @property
+    def version_options(self) -> VersionOptions:
+        """Return the options of the policy of weight versions.
+
+        Raises:
+            ConfigError: if one is unknown, out of range, or has no effect on the policy.
+        """
+        options = _version_options(self.versions_options or "")
+        policy, defaults = POLICIES.get(self.versions), VersionOptions()
+        effective = {
+            "warmup_epochs": policy is not None,
+            "anneal": policy is not None and policy.rate == "annealed",
+            "decay": policy is not None and policy.correction == "discrepancy",
+        }
+        for name, has_effect in effective.items():
+            if not has_effect and getattr(options, name) != getattr(defaults, name):
+                raise ConfigError(
+                    f"found versions_options={self.versions_options!r} with versions={self.versions!r}, in which "
+                    f"{name} changes nothing. Remove it, or set versions='pipemare'."
+                )
+        return options
+
+    @property
+    def weight_policy(self) -> WeightPolicy | None:
+        """Return the policy of weight versions with its options; None for pipelines that are flushed."""
+        policy = POLICIES.get(self.versions)
+        return None if policy is None else self.version_options.of(policy)
 
     @property
     def replicas(self) -> tuple[int, ...] | None:
@@ -238,6 +287,8 @@ class DappleConfig:
         is_ahead = self.versions != "sync"
         schedule = "1f1b" if self.warmup is not None or is_ahead else self.schedule
         policies = EXECUTED - {"offload"} if is_ahead else EXECUTED
+        if is_ahead and POLICIES[self.versions].reads_twice:  # which would compute other activations again
+            policies -= {"recompute"}
         constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
         return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
 
@@ -249,8 +300,9 @@ class DappleConfig:
 
     @property
     def _sharding(self) -> Sharding:
-        """Return whether plans share optimizer state; those of ranks that run ahead do not, as a step may be undone."""
-        if self.post_validation:
+        """Return whether plans share optimizer state: not where a step may be undone, or is corrected afterwards."""
+        policy = self.weight_policy
+        if self.post_validation or (policy is not None and policy.is_corrected):
             return "off"
         return self.shard_optimizer
 
@@ -302,6 +354,34 @@ def _limits(text: str) -> dict[str, int]:
         if found[kind] < 1:
             raise ConfigError(f"found memory_limit={text!r}; expected more than nothing, {LIMITS}")
     return found
+
+
+VERSION_OPTIONS = "options such as 'anneal: 1000, warmup_epochs: 2', of " + ", ".join(
+    field.name for field in fields(VersionOptions)
+)
+
+
+def _version_options(text: str) -> VersionOptions:
+    """Return the options that a text of names and numbers says.
+
+    Raises:
+        ConfigError: if a name is unknown or given twice, or a number is out of range.
+    """
+    given: dict[str, float] = {}
+    kinds: dict[str, type[int] | type[float]] = {"warmup_epochs": int, "anneal": int, "decay": float}
+    for part in text.split(",") if text else ():
+        name, _, number = (word.strip() for word in part.partition(":"))
+        try:
+            value = kinds[name](number)
+        except (KeyError, ValueError):
+            value = -1
+        if name in given or not value >= 0 or (name == "decay" and value >= 1):
+            raise ConfigError(
+                f"found {part.strip()!r} in versions_options={text!r}; expected {VERSION_OPTIONS}, each once: integers "
+                "of at least 0, and a decay from 0 to less than 1"
+            )
+        given[name] = value
+    return VersionOptions(**given)  # type: ignore[arg-type]  # of the types of its defaults
 
 
 class _Rule(NamedTuple):
@@ -372,6 +452,7 @@ _RULES = {
     "start_method": _choice(StartMethod),
     "weights": _Rule(str, "the path of a file or directory of weights"),
     "versions": _choice(WeightVersions),
+    "versions_options": _Rule(str, VERSION_OPTIONS),
     "save_distributed_checkpoint": _Rule(bool, "true or false"),
     "async_checkpoint": _Rule(bool, "true or false"),
     "restore": _choice(RestoredRanks),
@@ -466,6 +547,8 @@ def _converted(name: str, value: Any) -> Any:
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
     if name == "shard_optimizer" and str(value) in _SWITCHED:
         return _SWITCHED[str(value)]
+    if name == "versions_options" and isinstance(value, Mapping):
+        return ", ".join(f"{option}: {number}" for option, number in value.items())
     if name == "memory_limit" and isinstance(value, Mapping):
         return ", ".join(f"{kind}: {_converted(name, amount)}" for kind, amount in value.items())
     return value
@@ -477,7 +560,8 @@ def hydra_schema() -> type:
     hints |= {f.name: _RULES[f.name].kind for f in fields(DappleConfig) if f.default is not None}
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
     lists = dict.fromkeys(_JOINED, Any)
-    hints |= {"memory_limit": Any, "shard_optimizer": Any, **lists}  # a mapping, and what YAML makes of on and off
+    hints |= {"memory_limit": Any, "versions_options": Any}  # mappings
+    hints |= {"shard_optimizer": Any, **lists}  # what YAML makes of on and off
     present = [(f.name, hints[f.name], f.default) for f in fields(DappleConfig)]
     old = [(name, hints[renamed.now] | None, None) for name, renamed in OLD_NAMES.items()]
     return make_dataclass("DappleOptions", [target, *present, *old])

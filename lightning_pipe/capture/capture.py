@@ -206,6 +206,7 @@ class Capture:
         policies: Sequence[ActivationPolicy] = (),
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
+        reads_twice: bool = False,
     ) -> Split:
         """Cut the graph before the nodes at these positions; `()` is one stage.
 
@@ -215,6 +216,7 @@ class Capture:
             exact_ties: whether gradients of a parameter that several stages use travel and are added for every
                 micro-batch, so that all sums keep the order of one device, instead of once per step.
             held: stages that hold a copy of a parameter, whether they use it in this graph or not.
+            reads_twice: whether the backward may read other weights than F.
 
         Raises:
             PlanError: if the cuts make no stages.
@@ -232,6 +234,7 @@ class Capture:
                 exact_ties=exact_ties,
                 held=held,
                 later={one.name for one in self.derived} - {self.record.loss or ""},
+                reads_twice=reads_twice,
             )
             return splitter.split(cuts, policies)
 

@@ -309,6 +309,7 @@ class Route(Protocol):
         policies: Sequence[ActivationPolicy] = (),
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
+        reads_twice: bool = False,
     ) -> Split:
         """Cut the step before the nodes at these positions; `()` is one stage."""
         ...

@@ -52,6 +52,18 @@ class PinOlder(OwnWork):
 
 @own_work
 @dataclass(frozen=True, order=True)
+class PinEntry(OwnWork):
+    """Let F, I and W of a micro-batch read the weights that were current when it entered the pipeline, on all stages.
+
+    After Narayanan et al., "PipeDream" (SOSP 2019), section 3.3, vertical sync.
+    """
+
+    code: ClassVar[str] = "PINENTRY"
+    effects: ClassVar[Effects] = _before_forward("pinned")
+
+
+@own_work
+@dataclass(frozen=True, order=True)
 class Predict(OwnWork):
     """Let F of a micro-batch read weights predicted for some updates later.
 

@@ -269,7 +269,7 @@ class Executor:
         self._begun[id(program)] = program
         ahead = None if program.seam is None else Ahead(job.step, program.batch, passed)
         self._exchange.begin(program, recorder, most_messages=most_messages, ahead=ahead)
-        self.versions.begin(program)
+        self.versions.begin(program, job)
         self._gradients.begin(recorder)
         self._offloads.begin(recorder)
         return passed

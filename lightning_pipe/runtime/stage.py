@@ -190,6 +190,12 @@ class Stage:
         """Return the parameters, by the names of the values that computes read."""
         return dict(self._parameters)
 
+    def parameters_read(self, *, forward: bool) -> dict[str, torch.Tensor]:
+        """Return the parameters that F reads, or I and W, by the names of the values."""
+        halves = (self.program.forward,) if forward else (self.program.input_grad, self.program.weight_grad)
+        read = {name for half in halves if half is not None for name in half.inputs}
+        return {name: parameter for name, parameter in self._parameters.items() if name in read}
+
     def pin(self, microbatch: int, contents: Mapping[str, torch.Tensor], *, for_forward: bool = False) -> None:
         """Let computes of a micro-batch (F alone if asked) read these instead of the parameters."""
         if for_forward:

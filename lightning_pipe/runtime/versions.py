@@ -3,6 +3,9 @@
 A version is nothing but tensors that a micro-batch holds: what is pinned is found among the values of a micro-batch
 before the parameters are looked at. An optimizer writes parameters in place. So right before its step, the parameters
 that micro-batches in flight hold are copied, once for all of them. What neither I nor W reads is never copied.
+
+Predictions depend on weights and the optimizer's state alone, so between two steps one serves all that follow each
+other with the same horizon.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from dataclasses import replace
 import torch
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Program
-from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
+from lightning_pipe.core.program import Program, Seam
+from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.handlers import RankParts, handles
-from lightning_pipe.runtime.job import ResultSlice
+from lightning_pipe.runtime.job import BatchInput, ResultSlice
 from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.weights.corrections import Correction
+from lightning_pipe.runtime.weights.prediction import Prediction
 
-Predictor = Callable[[Stage, str], Mapping[str, torch.Tensor]]
 Contents = dict[str, torch.Tensor]
+Buffers = dict[str, list[torch.Tensor]]  # of values that are read instead of parameters
 
 
 class Versions:
@@ -30,20 +35,29 @@ class Versions:
 
     Args:
         stages: of the rank.
+
+    Attributes:
+        prediction: predicts weights, or corrects those that backwards read, where a policy asks for that.
     """
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
         self._leaves_some = self._keeps_older = False
         self._older: dict[int, Contents] = {}
-        self._buffers: dict[int, dict[str, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
-        self.predicted: Predictor | None = None
+        self._entries = Entries()
+        self._buffers: dict[int, Buffers] = defaultdict(lambda: defaultdict(list))
+        self._predicted: dict[tuple[int, str, int], Contents] = {}  # by stage, pass and number of the batch
+        self._job: BatchInput | None = None
+        self.prediction: Prediction | Correction | None = None
 
-    def begin(self, program: Program) -> None:
+    def begin(self, program: Program, job: BatchInput) -> None:
         """Learn whether the program leaves forwards in flight, and whether later ones read an older version."""
-        seam = program.seam
+        seam, self._job = program.seam, job
+        if seam is None or seam.is_first:
+            self._forget_predictions()
         self._leaves_some = seam is not None and any(seam.leaves)
         self._keeps_older = seam is not None and self._leaves_some and PinOlder.code in seam.work
+        self._entries.begin(seam if seam is not None and PinEntry.code in seam.work else None)
 
     def pin(self, work: OwnWork, *, older: bool = False) -> None:
         """Let F, I and W of a micro-batch read the weights of now, or those before the last update."""
@@ -51,47 +65,157 @@ class Versions:
         now = stage.parameters_now()
         stage.pin(work.microbatch, self._older.get(work.stage, now) if older else now)
 
-    def predict(self, work: OwnWork, kind: str) -> None:
-        """Let F, or I and W, of a micro-batch read predicted weights."""
-        if self.predicted is None:
-            raise PipelineError(f"{work} asks for predicted weights, and nobody was told to predict them.")
+    def pin_entry(self, work: OwnWork) -> None:
+        """Let F, I and W of a micro-batch read the weights that were current when it entered at stage 0."""
         stage = self._stages[work.stage]
-        stage.pin(work.microbatch, self.predicted(stage, kind), for_forward=kind == "F")
+        stage.pin(work.microbatch, self._entries.version(work.stage, work.microbatch) or stage.parameters_now())
+
+    def predict(self, work: OwnWork, kind: str) -> None:
+        """Let F, or I and W, of a micro-batch read predicted weights.
+
+        Raises:
+            PipelineError: if there is nothing that predicts.
+        """
+        if self.prediction is None or self._job is None:
+            raise PipelineError(f"{work} asks for predicted weights, and nobody was told to predict them.")
+        stage, once = self._stages[work.stage], self.prediction.once
+        batch = self._job.of(work.microbatch)[0].step if once else 0
+        if (key := (work.stage, kind, batch)) not in self._predicted:
+            for other in [x for x in self._predicted if x[0] == work.stage and (x[1] == kind or not once)]:
+                del self._predicted[other]  # so that its buffers are free
+            self._predicted[key] = self._predict(stage, kind)
+        stage.pin(work.microbatch, self._predicted[key], for_forward=kind == "F")
+
+    def _predict(self, stage: Stage, kind: str) -> Contents:
+        assert self.prediction is not None, "asked by who predicts"
+        now, free = stage.parameters_read(forward=kind == "F"), self._free(stage)
+        horizon = self.prediction.horizons(stage.program.stage)[kind != "F"]
+        predicted = self.prediction.predict(now, horizon, into=lambda name: free(name, now[name]))
+        if self.prediction.once and kind == "F":  # read after the next step, too
+            same = {name: content for name, content in predicted.items() if content is now[name]}
+            predicted |= self._copied(same, stage)
+        return predicted
 
     def before_step(self) -> None:
         """Copy what micro-batches in flight hold of the parameters, which the optimizer is about to change."""
+        if self.prediction is not None:
+            self._predicted = {
+                key: contents for key, contents in self._predicted.items() if self.prediction.once and key[1] == "F"
+            }
+            predicts = [x for n, x in self._stages.items() if any(self.prediction.horizons(n))]
+            self.prediction.before_step(x for stage in predicts for x in stage.parameters_now().values())
         if not self._leaves_some:
             self._older.clear()
+            self._entries = Entries()
             return
         for number, stage in self._stages.items():
             now = stage.parameters_now()
             readers = stage.readers_of(now)
-            wanted = set(now) if self._keeps_older else set().union(*readers.values())
+            keeps = self._keeps_older or self._entries.awaits(number)
+            wanted = set(now) if keeps else set().union(*readers.values())
             self._older.pop(number, None)
-            copies = self._copied({name: now[name] for name in sorted(wanted)}, self._buffers[number], stage)
+            self._entries.drop(number)
+            copies = self._copied({name: now[name] for name in sorted(wanted)}, stage)
             for microbatch, names in readers.items():
                 stage.pin(microbatch, {name: copies[name] for name in names})
             if self._keeps_older:
                 self._older[number] = copies
+            elif keeps:
+                self._entries.keep(number, copies)
+        self._entries.step()
 
-    def _copied(self, contents: Contents, buffers: dict[str, list[torch.Tensor]], stage: Stage) -> Contents:
+    def _copied(self, contents: Contents, stage: Stage) -> Contents:
         """Copy tensors into buffers that no micro-batch holds any more."""
-        held = stage.held_tensors()
-        copies: Contents = {}
-        for name, content in contents.items():
-            free = [buffer for buffer in buffers[name] if id(buffer) not in held]
-            if not free:
-                free = [torch.empty_like(content, requires_grad=False)]
-                buffers[name] += free
-            copies[name] = free[0]
+        free = self._free(stage)
+        copies = {name: free(name, content) for name, content in contents.items()}
         with torch.no_grad():
             for name, content in contents.items():
                 copies[name].copy_(content)
         return copies
 
+    def _free(self, stage: Stage) -> Callable[[str, torch.Tensor], torch.Tensor]:
+        """Return a function that returns a buffer which nothing reads any more, by name and what it is like."""
+        shown = (contents for (number, *_), contents in self._predicted.items() if number == stage.program.stage)
+        used = (
+            stage.held_tensors()
+            | self._entries.tensors()
+            | {id(content) for contents in shown for content in contents.values()}
+        )
+        buffers = self._buffers[stage.program.stage]
+
+        def free(name: str, like: torch.Tensor) -> torch.Tensor:
+            unused = [buffer for buffer in buffers[name] if id(buffer) not in used]
+            if not unused:
+                unused = [torch.empty_like(like, requires_grad=False)]
+                buffers[name] += unused
+            return unused[0]
+
+        return free
+
     def forget(self) -> None:
-        """Forget the version before the last update: nothing is in flight, so the next batch reads that of now."""
+        """Forget versions before this one: nothing is in flight, so the next batch reads that of now."""
         self._older.clear()
+        self._entries = Entries()
+        self._forget_predictions()
+
+    def _forget_predictions(self) -> None:
+        self._predicted.clear()
+        if self.prediction is not None:
+            self.prediction.forget()
+
+
+class Entries:
+    """Versions that were current when micro-batches entered at stage 0, of those whose turn on this rank comes later.
+
+    A version is named by the number of updates before it, since the pipeline was empty.
+    """
+
+    def __init__(self) -> None:
+        self._updates = self._batch = 0
+        self._seam: Seam | None = None
+        self._entered: dict[int, int] = {}  # version, by micro-batch
+        self._versions: dict[int, dict[int, Contents]] = defaultdict(dict)  # by stage
+
+    def begin(self, seam: Seam | None) -> None:
+        """Note what enters in a round; None for one that does not ask."""
+        self._seam = seam
+        if seam is None:
+            return
+        self._entered = {m - self._batch: version for m, version in self._entered.items()}
+        self._entered |= dict.fromkeys(range(seam.enters[0], seam.batch + seam.leaves[0]), self._updates)
+        self._batch = seam.batch
+
+    def version(self, stage: int, microbatch: int) -> Contents | None:
+        """Return the version of a micro-batch; None for that of now."""
+        return self._versions[stage].get(self._entered[microbatch])
+
+    def _awaited(self, stage: int) -> set[int]:
+        """Return the versions that forwards of later rounds will read."""
+        if self._seam is None:
+            return set()
+        leaves, batch = self._seam.leaves, self._seam.batch
+        return {self._entered[m] for m in range(batch + leaves[stage], batch + leaves[0])}
+
+    def awaits(self, stage: int) -> bool:
+        """Return whether a forward of a later round will read the version of now."""
+        return self._updates in self._awaited(stage)
+
+    def drop(self, stage: int) -> None:
+        """Drop the versions that no later forward reads."""
+        awaited = self._awaited(stage)
+        self._versions[stage] = {k: contents for k, contents in self._versions[stage].items() if k in awaited}
+
+    def keep(self, stage: int, contents: Contents) -> None:
+        """Keep the version of now."""
+        self._versions[stage][self._updates] = contents
+
+    def step(self) -> None:
+        """Count an update."""
+        self._updates += 1
+
+    def tensors(self) -> set[int]:
+        """Return the identities of all that is kept."""
+        return {id(x) for kept in self._versions.values() for contents in kept.values() for x in contents.values()}
 
 
 class InFlight:
@@ -155,6 +279,11 @@ def _pin(rank: RankParts, work: OwnWork) -> None:
 @handles(PinOlder)
 def _pin_older(rank: RankParts, work: OwnWork) -> None:
     rank.versions.pin(work, older=True)
+
+
+@handles(PinEntry)
+def _pin_entry(rank: RankParts, work: OwnWork) -> None:
+    rank.versions.pin_entry(work)
 
 
 @handles(Predict)

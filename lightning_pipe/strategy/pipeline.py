@@ -87,6 +87,7 @@ class Pipeline:
             weights=setup.weights,
             later=later,
             versions=setup.config.versions,
+            policy=setup.config.weight_policy,
             cuts_as_told=setup.config.cuts_as_told,
             batch_dim=setup.config.batch_dim,
             device=setup.device,

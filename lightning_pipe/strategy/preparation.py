@@ -25,6 +25,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.host import host_of
+from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import too_large
 from lightning_pipe.strategy.checks.result_trial import (
@@ -50,6 +51,7 @@ from lightning_pipe.strategy.steps.rounds import refuse_rounds
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices
+from lightning_pipe.strategy.versions.predicted_weights import refuse_recompute
 
 log = logging.getLogger(__name__)
 
@@ -391,7 +393,11 @@ class Preparation:
                 f"{captured.request.method} was captured again as another graph, which cannot recompute or offload all "
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
-        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held)
+        versions, training = self.setup.config.versions, captured.request.method == TRAINING
+        reads_twice = versions != "sync" and training and capture.can_run_ahead and POLICIES[versions].reads_twice
+        if reads_twice and any(policy.backward is not None for policy in policies):
+            refuse_recompute(versions)
+        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held, reads_twice=reads_twice)
 
 
 def _compilation(config: DappleConfig, device: torch.device) -> Compilation | None:

@@ -37,6 +37,8 @@ from lightning_pipe.lightning_names import (
 )
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.memory import held_to
+from lightning_pipe.runtime.weights.corrections import Correction
+from lightning_pipe.schedule.delays import delays_of
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
@@ -50,6 +52,7 @@ from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, Statefu
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
+from lightning_pipe.strategy.parameters.inner_optimizers import inner_optimizers
 from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.replaced import ParameterWatch
 from lightning_pipe.strategy.parameters.restoring import whole_ranks
@@ -78,6 +81,7 @@ from lightning_pipe.strategy.steps.step_calls import (
     step_contexts,
 )
 from lightning_pipe.strategy.steps.step_capture import RankSetup
+from lightning_pipe.strategy.versions.predicted_weights import PredictedWeights
 
 _AFTER_BACKWARD = "on_after_backward"
 
@@ -126,6 +130,7 @@ class Session:
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._is_accumulating = False  # whether gradients of more batches are to come before the optimizer steps
         self._clippers: list[Clipper] = []
+        self._correction: Correction | None = None
         self._hooks = GradientHooks(self.weights, device=device)
         self._are_gradients_read = False
         self._are_gradients_read_at_once = False  # after every batch, also where gradients are accumulated further
@@ -175,6 +180,10 @@ class Session:
         """
         self._optimizers = optimizers
         self._loss_scale.install()
+        for optimizer in optimizers:
+            self._pipeline.runner.rounds.predicted = PredictedWeights(
+                optimizer, module=self._module, weights=self.weights, batches_left=batches_left
+            )
         self._shared_states = [SharedState(optimizer, self.weights, self._links) for optimizer in optimizers]
         private.call_before_step(self._plugin, self._begin_step)
         if _records(self._config, ranks=self._links.control.ranks):
@@ -194,6 +203,7 @@ class Session:
                 f"{type(optimizers[0]).__name__} keeps more of a parameter than optimizer.state[parameter] has, which "
                 "cannot move to another rank: the first plan stays."
             )
+        self._correct(optimizers)
         self.groups = [Groups(optimizer, self.weights, is_movable=are_movable) for optimizer in optimizers]
         for groups in self.groups:
             clipper = Clipper(groups, weights=self.weights, links=self._links, device=self._device, later=self._later)
@@ -219,6 +229,60 @@ class Session:
         self._links.watch.raise_failure()
         for shared in self._shared_states:
             shared.drop()
+        if self._correction is not None:
+            self._correction.begin()
+
+    def end_step(self) -> None:
+        """End what `_begin_step` has begun, whether the optimizer has stepped or not."""
+        if self._correction is not None:
+            self._correction.end()
+
+    def _correct(self, optimizers: Sequence[Optimizer]) -> None:
+        """Correct late gradients as the policy of weight versions says.
+
+        Raises:
+            UnsupportedError: if that is not known of the optimizer.
+        """
+        policy, options = self._config.weight_policy, self._config.version_options
+        for optimizer in optimizers if policy is not None and policy.is_corrected else ():
+            assert policy is not None, "asked above"
+            if len(inner_optimizers(optimizer)) > 1:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} has optimizers inside, of which nobody knows who steps what, and "
+                    f"versions={self._config.versions!r} corrects their steps. Set versions='2bw', or 'sync'."
+                )
+            anneal = options.anneal if policy.rate else 0
+            if policy.correction == "discrepancy" and not anneal:
+                rank_zero_info(
+                    f"versions={self._config.versions!r} leaves the learning rates of stages as they are. "
+                    "versions_options={'anneal': steps} lowers those of late gradients in the first steps."
+                )
+            self._correction = Correction(optimizer, policy.correction, anneal=anneal, decay=options.decay)
+            self._pipeline.runner.rounds.correction = self._correction
+
+    @property
+    def correction(self) -> Correction | None:
+        """Return what is done about late gradients; None where nothing is."""
+        return self._correction
+
+    @property
+    def delays(self) -> tuple[int, ...] | None:
+        """Return by stage how many updates late gradients are; None before there is a plan."""
+        rounds, plan = self._pipeline.runner.rounds, self._planned
+        if plan is None:
+            return None
+        stages, every = len(plan.layout.stages), self._module.trainer.accumulate_grad_batches
+        if rounds.policy is None or rounds.is_flushed:
+            return (0,) * stages
+        return delays_of(rounds.policy, stages, plan.microbatches * every)
+
+    def delay_of(self, name: str) -> int | None:
+        """Return how many updates late the gradients of a parameter are, by its first name; None before a plan."""
+        delays, plan = self.delays, self._planned
+        if delays is None or plan is None:
+            return None
+        ranks = {*self.weights.placement.holders.get(name, ())}
+        return max((delays[s] for s, own in enumerate(plan.layout.stages) if ranks.intersection(own)), default=0)
 
     def share(self) -> None:
         """Give every rank the weights of rank 0, and their averages."""
@@ -348,7 +412,7 @@ class Session:
 
     def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
         """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
-        if not self._pipeline.lookahead:
+        if not self._pipeline.lookahead or self._warms_up:
             return ()
         count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
         following = []
@@ -363,14 +427,20 @@ class Session:
         return tuple(following)
 
     @property
+    def _warms_up(self) -> bool:
+        """Return whether the user wants the pipeline to be flushed in this epoch."""
+        return self._module.trainer.current_epoch < self._config.version_options.warmup_epochs
+
+    @property
     def _why_not_ahead(self) -> str:
         """Return why no batches are looked at before their turn; "" if they may be."""
         if not self._pipeline.lookahead:
             return ""
         if not self._moves_plainly():
             return "hooks of the module or the data module run when a batch is transferred to the device"
-        if self._config.versions == "2bw" and self._module.trainer.accumulate_grad_batches > 1:
-            return "gradients are accumulated over batches, so the weights before the last update may be older"
+        policy = self._pipeline.runner.rounds.policy
+        if policy is not None and policy.counts_updates and self._module.trainer.accumulate_grad_batches > 1:
+            return "gradients are accumulated over batches, and every batch would count as an update"
         if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
             return "the loader has a state of its own, which checkpoints would write one batch ahead"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"
@@ -415,6 +485,7 @@ class Session:
             following=() if method != TRAINING or why_not_ahead else self._following(number, weight, arguments),
             continues=self._at_hand is not None,
             why_not_ahead=why_not_ahead,
+            warms_up=method == TRAINING and self._warms_up,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
             leave_sums=method == TRAINING and recording is None and self._may_step_in_parts(),
@@ -460,6 +531,7 @@ class Session:
         """Return whether parameters may step beside sums of the gradients of others."""
         assert self._planned is not None, "a step runs by a plan"
         waits = self._are_gradients_read or self._hooks.is_needed or self._later is not None
+        waits = waits or self._correction is not None
         return not (waits or self._planned.shard_optimizer) and all(
             can_step_in_parts(self._module, self._plugin, optimizer) for optimizer in self._optimizers
         )
@@ -575,6 +647,8 @@ class Session:
         Clipper.remove(self._plugin)
         self._loss_scale.remove()
         private.forget_before_step(self._plugin)
+        if self._correction is not None:
+            self._correction.remove()
         for shared in self._shared_states:
             shared.end()
         private.call_hook_before_transfer(self._module)
@@ -636,6 +710,9 @@ class Session:
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
         self._planned = plan
+        if self._correction is not None and (policy := self._config.weight_policy) is not None:
+            own = (s for s, ranks in enumerate(plan.layout.stages) if self._links.control.rank in ranks)
+            self._correction.delay = policy.mean_delay(plan.layout, plan.microbatches, next(own, -1))
         self._have_in_place()
         for groups in self.groups:
             groups.follow()

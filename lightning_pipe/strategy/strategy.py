@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_pipe.cache_files import FOLDER_LOG
+from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
 from lightning_pipe.config import (
     CaptureMode,
@@ -114,6 +115,14 @@ from lightning_pipe.strategy.start.stopwatch import Stopwatch
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+_LATE_UPDATES = "lightning_pipe_late_updates"
+"""Key of a checkpoint: updates made while forwards ran ahead, by which rates of stages are annealed."""
+
+_NO_DELAYS = (
+    "Delays are known when there is a plan: from `on_fit_start` on, or `on_train_batch_end` where the plan waits for "
+    "the first batch. Earlier, as in `configure_optimizers`, pass `strategy.delay_of` on and call it in `step`."
+)
+
 
 class DappleStrategy(ParallelStrategy):
     """Train as a pipeline of stages; import it from `lightning_pipe`.
@@ -177,6 +186,7 @@ class DappleStrategy(ParallelStrategy):
         start_method: StartMethod = "popen",
         weights: str | os.PathLike[str] | None = None,
         versions: WeightVersions = "sync",
+        versions_options: str | dict[str, float] | None = None,
         save_distributed_checkpoint: bool = False,
         async_checkpoint: bool = False,
         restore: RestoredRanks = "auto",
@@ -254,6 +264,55 @@ class DappleStrategy(ParallelStrategy):
     def foreseen(self) -> tuple[Foreseen, ...]:
         """Return the predicted memory of the last fit by rank; () before there is a plan."""
         return () if self._session is None else self._session.foreseen
+
+    @property
+    def delays(self) -> tuple[int, ...]:
+        """Return by stage how many updates late gradients are (`versions`): 0 where the pipeline is flushed.
+
+        Known from `on_fit_start` on. The step that takes a gradient has version t of the weights, its forward has read
+        version t - delay. Where micro-batches of a batch have different delays, it is the largest.
+
+        Raises:
+            UnsupportedError: before there is a plan.
+        """
+        delays = None if self._session is None else self._session.delays
+        if delays is None:
+            raise UnsupportedError(_NO_DELAYS)
+        return delays
+
+    def delay_of(self, parameter: torch.Tensor | str) -> int:
+        """Return how many updates late the gradients of a parameter are, as of `delays`; 0 with versions="sync".
+
+        Optimizers may ask for it in `step`; in `configure_optimizers` it is not known yet. Copies that take trial steps
+        before there is a plan hear 0, as with "sync".
+
+        Args:
+            parameter: of the module, or its name.
+
+        Raises:
+            UnsupportedError: before there is a plan, or if the module has no such parameter.
+        """
+        if (module := self.lightning_module) is None:
+            raise UnsupportedError(_NO_DELAYS)
+        session = self._session
+        if isinstance(parameter, str):
+            name = canonical_names(module).get(parameter)
+        else:
+            name = next((name for name, one in module.named_parameters() if one is parameter), None)
+        if name is None and isinstance(parameter, torch.Tensor) and session is not None and session.plan is None:
+            return 0  # of a copy
+        if name is None:
+            wrong = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            raise UnsupportedError(
+                f"found {wrong}; expected a parameter of {type(module).__name__}, or its name, such as "
+                f"{next(iter(canonical_names(module)), '')!r} (see named_parameters())."
+            )
+        if self.config.versions == "sync":
+            return 0
+        delay = None if session is None else session.delay_of(name)
+        if delay is None:
+            raise UnsupportedError(_NO_DELAYS)
+        return delay
 
     @property
     def start_seconds(self) -> Mapping[str, float]:
@@ -607,9 +666,13 @@ class DappleStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
         """Step as Lightning does, then what waits for sums; where memory does not suffice, say so as programs do."""
         with self._apart(), shortage_told("the optimizer's step", self.foreseen, self.global_rank):
-            stepped = super().optimizer_step(optimizer, *arguments, **options)
-            if self._session is not None:
-                self._session.step_rest(optimizer)
+            try:
+                stepped = super().optimizer_step(optimizer, *arguments, **options)
+                if self._session is not None:
+                    self._session.step_rest(optimizer)
+            finally:
+                if self._session is not None:
+                    self._session.end_step()
             return stepped
 
     @contextlib.contextmanager
@@ -715,6 +778,8 @@ class DappleStrategy(ParallelStrategy):
     ) -> None:
         """Write a checkpoint: rank 0 a file, or every rank its part of a directory; the one before is never lost."""
         session = self._session
+        if session is not None and session.correction is not None:
+            checkpoint[_LATE_UPDATES] = session.correction.updates
         if session is not None and self.config.save_distributed_checkpoint:
             with self._reached_weights() as weights:
                 what = "where the checkpoint is written"
@@ -752,6 +817,8 @@ class DappleStrategy(ParallelStrategy):
         for groups, state in zip(self._groups, states, strict=False):
             groups.load(state)
             groups.move(self.root_device)
+        if self._session is not None and self._session.correction is not None:
+            self._session.correction.updates = checkpoint.get(_LATE_UPDATES, 0)  # none in a synchronous run
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

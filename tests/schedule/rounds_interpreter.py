@@ -33,19 +33,28 @@ class Rank:
     gradient: float = 0.0
     held: dict[int, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     first: int = 0  # number of the round's first micro-batch, through all rounds
+    history: list[float] = field(default_factory=list)  # weights before each step
+    entered: dict[int, int] = field(default_factory=dict)  # steps before the first stage's forward; one for all ranks
+    shared: dict[tuple[str, int], float] = field(default_factory=dict)  # predictions, by batch
 
 
-def run(rounds: Sequence[Program]) -> list[float]:
+def run(rounds: Sequence[Program], *, shared: int = 0) -> list[float]:
     """Run rounds; return the weights after each.
+
+    Args:
+        rounds: their programs.
+        shared: micro-batches of a batch that read one prediction; 0 if each has its own.
 
     Raises:
         Broken: if something is not there, runs again, is left, or waits for ever.
     """
     ranks = [Rank(r, 1 - 0.05 * r, 1 - 0.05 * r) for r in range(len(rounds[0].ranks))]
+    for rank in ranks:
+        rank.entered = ranks[0].entered
     channels: Channels = defaultdict(deque)
     weights: list[float] = []
     for program in rounds:
-        _run_round(program, ranks, channels)
+        _run_round(program, ranks, channels, shared)
         for rank in ranks:
             rank.held = defaultdict(dict, {m - program.batch: held for m, held in rank.held.items() if held})
             if min(rank.held, default=0) < 0:
@@ -57,14 +66,14 @@ def run(rounds: Sequence[Program]) -> list[float]:
     return weights
 
 
-def _run_round(program: Program, ranks: list[Rank], channels: Channels) -> None:
+def _run_round(program: Program, ranks: list[Rank], channels: Channels, shared: int) -> None:
     lines = [deque(line) for line in program.ranks]
     posted: Posted = defaultdict(deque)
     moved = True
     while any(lines) and moved:
         moved = False
         for r, line in enumerate(lines):
-            while line and _try(line[0], r, ranks[r], channels, posted, len(ranks)):
+            while line and _try(line[0], r, ranks[r], channels, posted, len(ranks), shared):
                 line.popleft()
                 moved = True
         moved = _move(ranks, channels, posted) or moved
@@ -86,7 +95,7 @@ def _move(ranks: list[Rank], channels: Channels, posted: Posted) -> bool:
     return bool(found)
 
 
-def _try(x: Instruction, r: int, rank: Rank, channels: Channels, posted: Posted, count: int) -> bool:
+def _try(x: Instruction, r: int, rank: Rank, channels: Channels, posted: Posted, count: int, shared: int) -> bool:
     match x:
         case Recv(_, peer):
             posted[peer, r].append(x)
@@ -102,21 +111,45 @@ def _try(x: Instruction, r: int, rank: Rank, channels: Channels, posted: Posted,
                 _put(rank, m, "pinned", rank.weight)
             elif x.code == "PINOLDER":
                 _put(rank, m, "pinned", rank.older)
+            elif x.code == "PINENTRY":
+                steps = rank.entered.get(rank.first + m, len(rank.history) if rank.stage == 0 else None)
+                if steps is None:
+                    return False  # it has not entered
+                _put(rank, m, "pinned", [*rank.history, rank.weight][steps])
+            elif x.code in _READERS:
+                _put(rank, m, f"predicted {_READERS[x.code]}", _predicted(rank, m, _READERS[x.code], shared))
         case Step():
+            rank.history.append(rank.weight)
             rank.older, rank.weight, rank.gradient = rank.weight, rank.weight - RATE * rank.gradient, 0.0
     return True
 
 
+_READERS = {"PREDICT": "F", "PREDICTBACK": "I"}
+
+
+def _predicted(rank: Rank, m: int, kind: str, shared: int) -> float:
+    """Go on as the last update went; further for F."""
+    value = rank.weight + (1.0 if kind == "F" else 0.5) * (rank.weight - rank.older)
+    if not shared:
+        return value
+    key = kind, (rank.first + m) // shared
+    rank.shared = {other: x for other, x in rank.shared.items() if other[0] != kind or other == key}
+    return rank.shared.setdefault(key, value)
+
+
 def _compute(x: Compute, rank: Rank, count: int, posted: Posted, r: int) -> bool:
     held, m = rank.held[x.microbatch], x.microbatch
-    weight = held.get("pinned", rank.weight)
+    weight = held.get(f"predicted {x.kind}", held.get("pinned", rank.weight))
     match x.kind:
         case "F":
             if rank.stage and "received F" not in held:
                 return _awaited(posted, r - 1, r)
             value = _taken(rank, m, "received F") if rank.stage else 1 + 0.1 * ((7 * (rank.first + m)) % 5)
             _put(rank, m, "input", value)
+            if rank.stage == 0:
+                rank.entered[rank.first + m] = len(rank.history)
             held["send F" if rank.stage < count - 1 else "loss"] = value * weight
+            held.pop("predicted F", None)
         case "I":
             if "input" not in held:
                 raise Broken("no forward")
@@ -126,6 +159,7 @@ def _compute(x: Compute, rank: Rank, count: int, posted: Posted, r: int) -> bool
             _put(rank, m, "output gradient", above)
             if rank.stage:
                 held["send B"] = above * weight
+            held.pop("predicted I", None)
         case "W":
             rank.gradient += _taken(rank, m, "output gradient") * _taken(rank, m, "input")
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,15 +11,16 @@ import pytest
 
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Program, Recv, Send, Traffic, VerifiedProgram
-from lightning_pipe.core.versions import Pin, PinOlder
+from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
+from lightning_pipe.schedule.weights import POLICIES, WeightPolicy, until_backward, until_first_backward
 from lightning_pipe.simulator import UnitPrices
 from lightning_pipe.simulator.ahead import period
+from lightning_pipe.simulator.horizons import counted_horizons
 from lightning_pipe.simulator.memory import memory_curves
 from lightning_pipe.simulator.simulate import simulate
 from schedule.rounds_interpreter import Broken, run
@@ -79,6 +81,9 @@ def test_what_a_policy_does_not_keep_is_refused() -> None:
     stash = [verify(program) for program in rounds_of(POLICIES["pipedream"], layout, (1,) * 6)]
     with pytest.raises(ProgramError, match='law "versions": it holds 2 versions, the policy says 1'):
         verify_rounds(stash, replace(POLICIES["pipedream"], live=lambda ahead, batch: 1))
+    once = [verify(program) for program in rounds_of(POLICIES["xpipe"], layout, (3,) * 4)]
+    with pytest.raises(ProgramError, match='law "versions": it holds 3 versions, the policy says 2'):
+        verify_rounds(once, replace(POLICIES["xpipe"], live=lambda ahead, batch: 2))
     with pytest.raises(ProgramError, match=r'"seam": .* enter, the round before left'):
         verify_rounds(stash[1:], POLICIES["pipedream"])
     with pytest.raises(ProgramError, match=r'"seam": it leaves .* no round follows'):
@@ -88,7 +93,7 @@ def test_what_a_policy_does_not_keep_is_refused() -> None:
 @pytest.mark.parametrize(("stages", "batch"), [(4, 4), (4, 8), (8, 8)])
 def test_no_rank_waits_between_rounds(stages: int, batch: int) -> None:
     """A round takes the work of one rank; with a flush it takes p - 1 times F and B longer (Narayanan et al. 2019)."""
-    for name, message in (("pipedream", 0.25), ("2bw", 0.25), ("deep", 1.0)):
+    for name, message in (("pipedream", 0.25), ("2bw", 0.25), ("pb", 1.0)):
         program = middle(POLICIES[name], stages, batch)
         assert period(program, UnitPrices(latency=message)) == pytest.approx(3 * batch)
         curves = memory_curves(simulate(program, UnitPrices()), program=program, prices=UnitPrices())
@@ -97,8 +102,8 @@ def test_no_rank_waits_between_rounds(stages: int, batch: int) -> None:
 
 def test_messages_that_take_long_are_waited_for_across_rounds() -> None:
     """As long as a message takes, a rank waits for it in the round that takes it, not in the one that receives it."""
-    slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "deep")}
-    assert slow["pipedream"] == pytest.approx(18) and slow["deep"] < 13
+    slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "pb")}
+    assert slow["pipedream"] == pytest.approx(18) and slow["pb"] < 13
 
 
 def _mutant(program: Program, draw: random.Random) -> Program:
@@ -129,6 +134,10 @@ def _mutant(program: Program, draw: random.Random) -> Program:
                     line[place] = PinOlder(stage, microbatch)
                 case PinOlder(stage, microbatch):
                     line[place] = Pin(stage, microbatch)
+                case Predict(stage, microbatch):
+                    line[place] = PredictBack(stage, microbatch)
+                case PredictBack(stage, microbatch):
+                    line[place] = Predict(stage, microbatch)
         case "seam":
             assert program.seam is not None
             name = draw.choice(["enters", "leaves"])
@@ -142,19 +151,22 @@ def _mutant(program: Program, draw: random.Random) -> Program:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["stale", "deep", "pipedream", "2bw"])
+@pytest.mark.parametrize(
+    "name", ["stale", "pb", "pipedream", "pipedream_vertical", "2bw", "spectrain", "xpipe", "pb_lwpv"]
+)
 def test_whatever_would_do_harm_is_refused_before_it_runs(name: str, count: int) -> None:
     """An interpreter of numbers says of mutants whether they end with other weights, or do not end."""
     policy, draw = POLICIES[name], random.Random(name)
     harmful = 0
     for _ in range(count):
         layout = Layout(tuple((r,) for r in range(draw.choice([2, 3, 4]))))
-        rounds = rounds_of(policy, layout, (draw.choice([1, 2, 3]),) * 5)
-        wanted = run(rounds)
+        rounds = rounds_of(policy, layout, (batch := draw.choice([1, 2, 3]),) * 5)
+        shared = batch if policy.predicts_once else 0
+        wanted = run(rounds, shared=shared)
         place = draw.randrange(len(rounds))
         mutants = [*rounds[:place], _mutant(rounds[place], draw), *rounds[place + 1 :]]
         try:
-            is_harmful = run(mutants) != pytest.approx(wanted, abs=1e-12)
+            is_harmful = run(mutants, shared=shared) != pytest.approx(wanted, abs=1e-12)
         except Broken:
             is_harmful = True
         harmful += is_harmful
@@ -162,3 +174,33 @@ def test_whatever_would_do_harm_is_refused_before_it_runs(name: str, count: int)
             with pytest.raises(ProgramError):
                 verify_rounds([verify(program) for program in mutants], policy)
     assert harmful > count // 4
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_horizons_are_those_of_the_papers_and_of_the_program(stages: int) -> None:
+    """Counted from the program, they are the closed forms for one micro-batch, and for several one less at times.
+
+    F and B take equally long, and messages no time. XPipe writes its forms another way; they say the same.
+    """
+    layout, even = Layout(tuple((r,) for r in range(stages))), UnitPrices(weight_grad=0.0)
+    for count in (1, 2, 4):
+        for s in range(stages):
+            written = (math.floor((count + stages - s / 2 - 2) / count), (count + s // 2 - 1) // count)
+            assert until_first_backward(s, stages, count) == written
+        batch = 2 * stages
+        for name in ("spectrain", "pb"):
+            rounds = [verify(program) for program in rounds_of(POLICIES[name], layout, (count,) * (2 * batch))]
+            if name == "spectrain":
+                forms = [until_first_backward(s, stages, count) for s in range(stages)]
+                less = [
+                    form - counted
+                    for pairs in zip(forms, counted_horizons(rounds, even, batch), strict=True)
+                    for form, counted in zip(*pairs, strict=True)
+                ]
+                assert set(less) <= ({0} if count == 1 else {0, 1})
+            else:
+                reads = {read.compute: read.version.steps for read in verify_rounds(rounds, POLICIES[name])}
+                for s in range(stages):
+                    first = batch * count
+                    counted = reads[Compute(s, "I", first)] - reads[Compute(s, "F", first)]
+                    assert until_backward(s, stages, count) == (counted, 0)

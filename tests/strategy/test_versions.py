@@ -77,10 +77,17 @@ def plan_of(stages: int, count: int, folder: Path) -> str:
 
 
 def train(
-    policy: str, stages: int, count: int, folder: Path, after: tuple[int, ...], options: dict[str, Any], stream: bool
+    policy: str,
+    stages: int,
+    count: int,
+    folder: Path,
+    after: tuple[int, ...],
+    options: dict[str, Any],
+    stream: bool,
+    kind: type[Chain] = Chain,
 ) -> tuple[list[float], list[float], int, list[str]]:
     """Fit a chain of numbers; a worker function."""
-    module, losses = Chain(stages), Losses()
+    module, losses = kind(stages), Losses()
     folder.mkdir(exist_ok=True)
     strategy = dapple(plan=plan_of(stages, count, folder), versions=policy, cache="off")
     trainer = make_trainer(

@@ -339,6 +339,7 @@ class Replay:
         policies: Sequence[ActivationPolicy] = (),
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
+        reads_twice: bool = False,
     ) -> Split:
         """Cut between units, before those at these positions.
 
@@ -347,6 +348,7 @@ class Replay:
             policies: of the stages: units whose stash is made again run again; () keeps what autograd saves.
             held: stages that hold a copy of a parameter, whether they use it here or not.
             exact_ties: not offered by replay.
+            reads_twice: as of a captured step; no forwards of this one run ahead, so its backward reads what F read.
 
         Raises:
             PlanError: if the units of a training step cannot be separated there, or exact ties are wanted; cuts of an

@@ -71,6 +71,31 @@ def _state_name(placeholder: str, joint: JointGraph) -> str:
     return joint.parameters.get(placeholder) or joint.buffers[placeholder]
 
 
+def made_of_parameters(joint: JointGraph, kinds: Kinds, stages: dict[str, int]) -> frozenset[str]:
+    """Name what a stage alone reads and makes of parameters alone, such as casts, or gates behind a sigmoid.
+
+    Args:
+        joint: the graph.
+        kinds: its nodes by kind.
+        stages: of every node that has one.
+    """
+    outputs = {joint.loss, *joint.results, *joint.mutations.values()}
+    of_parameters = {name for name, state in joint.parameters.items() if state not in joint.mutations}
+    found: set[str] = set()
+    for node in joint.module.graph.nodes:
+        reads = {n.name for n in node.all_input_nodes}
+        if reads.isdisjoint(of_parameters) or not reads <= of_parameters | kinds.repeated:
+            continue
+        if node.name in kinds.repeated:
+            of_parameters.add(node.name)
+        elif (stage := stages.get(node.name)) is not None and not (is_backward(node) or node.name in outputs):
+            is_local = all(stages.get(user.name, stage) == stage for user in node.users)
+            if is_local and not is_random(node):
+                of_parameters.add(node.name)
+                found.add(node.name)
+    return frozenset(found)
+
+
 def _is_size(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 

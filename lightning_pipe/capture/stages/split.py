@@ -20,7 +20,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, leading_only_to, value
 from lightning_pipe.capture.operators import takes_output
-from lightning_pipe.capture.stages.assign import Kinds, assign, partial_sums
+from lightning_pipe.capture.stages.assign import Kinds, assign, made_of_parameters, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
@@ -58,6 +58,7 @@ class Splitter:
         held: stages that hold a copy of a parameter, whether they use it in this graph or not: all copies get its
             gradient.
         later: names of results that are made of others when the step is over.
+        reads_twice: whether the backward may read other weights than F, so that it makes what is made of them again.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class Splitter:
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
         later: Set[str] = frozenset(),
+        reads_twice: bool = False,
     ) -> None:
-        self._held, self._later = held, later
+        self._held, self._later, self._reads_twice, self._device = held, later, reads_twice, device
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
         self._joining = joining(joint, kinds, flow)
@@ -98,6 +100,10 @@ class Splitter:
                 f"{placed}."
             )
         stages = assign(self._joint, self._kinds, cuts)
+        if self._reads_twice:
+            again = made_of_parameters(self._joint, self._kinds, stages)
+            stages = {name: stage for name, stage in stages.items() if name not in again}
+            self._emitter = Emitter(self._joint, repeated=self._kinds.repeated | again, device=self._device)
         count = len(cuts) + 1
         needs = [_Needs() for _ in range(count)]
         for name, stage in stages.items():

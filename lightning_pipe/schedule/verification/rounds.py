@@ -7,8 +7,9 @@ together, with micro-batches numbered through. It is an executable specification
     "once"      every pass of every micro-batch runs once on every rank with samples of it
     "inputs"    what a compute waits for was received, or computed on its rank, in this round or an earlier one, and
                 nothing is received that no compute takes
-    "versions"  F, I and W of a micro-batch read one version of the weights, or those of a batch do on every stage, if
-                the policy promises it; a rank holds no more versions than the policy says
+    "versions"  F, I and W of a micro-batch read one version of the weights, those of a batch do on every stage, or
+                each pass of a batch does on a stage, if the policy promises it; a rank never holds more versions than
+                the policy says
 
 A version is counted by the steps of the optimizer that its rank has made.
 """
@@ -22,21 +23,28 @@ from itertools import accumulate
 from typing import NamedTuple, NoReturn
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import AnyCompute, Compute, ComputeKind, Recv, Step, VerifiedProgram
-from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Compute,
+    ComputeKind,
+    Recv,
+    Step,
+    VerifiedProgram,
+)
+from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.rules import Dataflow, halves
 from lightning_pipe.schedule.weights import WeightPolicy
 
 
 class Version(NamedTuple):
-    """Weights that a compute reads: those after so many steps, or a prediction that starts from them."""
+    """Weights that a compute reads: those after so many steps, or what they are predicted to be some steps later."""
 
     steps: int
-    is_predicted: bool = False
+    horizon: int = 0
 
     def __str__(self) -> str:
-        return f"{self.steps}{'~' if self.is_predicted else ''}"
+        return f"{self.steps}+{self.horizon}" if self.horizon else f"{self.steps}"
 
 
 @dataclass(frozen=True)
@@ -102,27 +110,34 @@ class _RankWalk:
     done: set[Compute] = field(default_factory=set)
     pinned: dict[tuple[int, int], Version] = field(default_factory=dict)  # stage, micro-batch
     predicted: dict[tuple[int, int, ComputeKind], Version] = field(default_factory=dict)
+    batches: dict[tuple[int, int, ComputeKind], Version] = field(default_factory=dict)  # predicted once for a batch
+    batch_of: Sequence[int] = ()
     number: int = 0
     keeps_older: bool = False
+    entered: dict[int, int] = field(default_factory=dict)  # steps made when a micro-batch entered at stage 0
 
     def run(self) -> Iterator[WeightRead]:
         sizes, firsts = _numbered(self.rounds)
+        self.batch_of = [number for number, program in enumerate(self.rounds) for _ in range(program.batch)]
         layout, traffic = self.rounds[0].layout, self.rounds[0].traffic
         flow = Dataflow(layout, sizes=sizes, traffic=traffic)
         self.keeps_older = any(isinstance(x, PinOlder) for program in self.rounds for x in program.ranks[self.rank])
         for program, first in zip(self.rounds, firsts, strict=True):
+            self._note_entries(program, first)
             for instruction in program.ranks[self.rank]:
                 match instruction:
                     case Recv(message, peer):
                         self.received.add(Recv(replace(message, microbatch=message.microbatch + first), peer))
                     case OwnWork(stage, microbatch):
                         self._choose(instruction, stage, microbatch + first)
+                        if self.predicted:
+                            self._check_live(program, first)
                     case AnyCompute():
                         for half in halves(instruction):
                             yield self._compute(replace(half, microbatch=half.microbatch + first), flow)
                     case Step():
                         self.steps += 1
-            self._check_live(program)
+            self._check_live(program, first)
             self.number += 1
         wanted = {
             Compute(stage, kind, m)
@@ -150,10 +165,16 @@ class _RankWalk:
                 self._refuse("inputs", f"{compute} needs {earlier} before it")
         self.done.add(compute)
         moment = Version(self.steps)
-        version = self.predicted.get((stage, microbatch, kind), self.pinned.get((stage, microbatch), moment))
+        version = self.predicted.pop((stage, microbatch, kind), self.pinned.get((stage, microbatch), moment))
         if kind == "W":
             self.pinned.pop((stage, microbatch), None)
         return WeightRead(self.rank, self.number, compute, version)
+
+    def _note_entries(self, program: VerifiedProgram, first: int) -> None:
+        """Note what stage 0 has stepped when forwards of a round enter there; all ranks step together."""
+        if program.seam is not None:
+            entering = range(first + program.seam.enters[0], first + program.batch + program.seam.leaves[0])
+            self.entered.update(dict.fromkeys(entering, self.steps))
 
     def _choose(self, work: OwnWork, stage: int, microbatch: int) -> None:
         match work:
@@ -161,20 +182,39 @@ class _RankWalk:
                 self.pinned[stage, microbatch] = Version(self.steps)
             case PinOlder():
                 self.pinned[stage, microbatch] = Version(max(0, self.steps - 1))
+            case PinEntry():
+                self.pinned[stage, microbatch] = Version(self.entered[microbatch])
             case Predict():
-                self.predicted[stage, microbatch, "F"] = Version(self.steps, True)
+                self.predicted[stage, microbatch, "F"] = self._predicted(stage, microbatch, "F")
             case PredictBack():
                 for kind in ("I", "W"):
-                    self.predicted[stage, microbatch, kind] = Version(self.steps, True)
+                    self.predicted[stage, microbatch, kind] = self._predicted(stage, microbatch, "I")
 
-    def _check_live(self, program: VerifiedProgram) -> None:
-        """Check how many versions there are once the optimizer has stepped."""
-        live = {Version(self.steps), *self.pinned.values()}
+    def _predicted(self, stage: int, microbatch: int, kind: ComputeKind) -> Version:
+        program, policy = self.rounds[self.number], self.policy
+        horizons = (
+            (1, 1) if policy.horizons is None else policy.horizons(stage, len(program.layout.stages), program.batch)
+        )
+        version = Version(self.steps, horizons[kind != "F"])
+        if not policy.predicts_once:
+            return version
+        batch = self.batch_of[microbatch]
+        for key in [key for key in self.batches if key[0] == stage and key[1] != batch and key[2] == kind]:
+            del self.batches[key]
+        return self.batches.setdefault((stage, batch, kind), version)
+
+    def _check_live(self, program: VerifiedProgram, first: int) -> None:
+        """Check how many versions there are, once weights are chosen and once the optimizer has stepped."""
+        live = {Version(self.steps), *self.pinned.values(), *self.predicted.values(), *self.batches.values()}
         if self.keeps_older:
             live.add(Version(self.steps - 1))
         for stage, ranks in enumerate(program.layout.stages):
             if self.rank in ranks:
-                ahead = self.policy.ahead(program.layout, program.batch)[stage]
+                behind = 0 if self.policy.keeps_entries else stage
+                ahead = self.policy.ahead(program.layout, program.batch)[behind]
+                if self.policy.keeps_entries and program.seam is not None:
+                    awaited = range(program.batch + program.seam.leaves[stage], program.batch + program.seam.leaves[0])
+                    live |= {Version(self.entered[first + m]) for m in awaited}
                 most = self.policy.live(ahead, program.batch)
                 if len(live) > most:
                     self._refuse("versions", f"it holds {len(live)} versions, the policy says {most}")
@@ -200,9 +240,18 @@ def _check_promise(rounds: Sequence[VerifiedProgram], reads: Sequence[WeightRead
     _, firsts = _numbered(rounds)
     batch_of = {first + m: t for t, first in enumerate(firsts) for m in range(rounds[t].batch)}
     versions: dict[tuple[int, ...], dict[Version, WeightRead]] = defaultdict(dict)
+    key: tuple[int, ...]
     for read in reads:
         m = read.compute.microbatch
-        key = (read.rank, read.compute.stage, m) if policy.promise == "micro-batch" else (batch_of[m],)
+        match policy.promise:
+            case "micro-batch":
+                key = (read.rank, read.compute.stage, m)
+            case "micro-batch on all stages":
+                key = (m,)
+            case "pass":
+                key = (read.rank, read.compute.stage, batch_of[m], int(read.compute.kind == "F"))
+            case _:
+                key = (batch_of[m],)
         versions[key].setdefault(read.version, read)
     for different in versions.values():
         if len(different) > 1:

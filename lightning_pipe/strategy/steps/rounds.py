@@ -14,10 +14,12 @@ from lightning_pipe.core.program import Seam
 from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.job import BatchInput
+from lightning_pipe.runtime.weights.corrections import Correction
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions
 from lightning_pipe.strategy.steps.step_runtime import RankStep
+from lightning_pipe.strategy.versions.predicted_weights import PredictedWeights
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,24 @@ class Rounds:
     Args:
         versions: the policy's name; "sync" for none.
         links: to the other ranks.
+        policy: that policy with the user's options.
+
+    Attributes:
+        policy: the policy; None for "sync".
+        is_flushed: whether nothing may run ahead of the last batch, so that it was trained as with "sync".
+        predicted: what predicts weights; None before there is an optimizer.
+        correction: of late gradients, where the policy has one.
     """
 
-    def __init__(self, versions: str, links: Connections) -> None:
-        self.policy: WeightPolicy | None = POLICIES.get(versions)
+    def __init__(self, versions: str, links: Connections, policy: WeightPolicy | None) -> None:
+        self.policy = policy
+        self.predicted: PredictedWeights | None = None
         self._versions, self._links = versions, links
         self._flying: RankStep | None = None  # whose forwards are in flight
         self._expected: tuple[tuple[int, ...], ...] = ()  # micro-batches of the batches that they belong to
         self._flushed: set[str] = set()
+        self.is_flushed = False
+        self.correction: Correction | None = None
 
     def lookahead(self, plan: Plan) -> int:
         """Return how many batches behind the one at hand may be needed."""
@@ -78,14 +90,21 @@ class Rounds:
         if self.policy is None or not training:
             return Round(None, sizes)
         step.prove_rounds(self.policy, sizes)
+        if self.predicted is not None:
+            step.executor.versions.prediction = self.predicted.of(self.policy, step.plan)
+        if self.correction is not None and self.correction.kind == "discrepancy":
+            step.executor.versions.prediction = self.correction
         if not turn.continues or step is not self._flying or self._expected[:1] != (sizes,):
             self.give_up()
         numbers = "it reads numbers that change from batch to batch" if reads_numbers else ""
-        is_flushed = self._is_flushed(turn.why_not_ahead or numbers or step.why_not_ahead)
-        following = [] if is_flushed else self._alike(step, turn.following)
+        why_not = turn.why_not_ahead or numbers or step.why_not_ahead
+        self.is_flushed = turn.warms_up or self._is_flushed(why_not)
+        following = [] if self.is_flushed else self._alike(step, turn.following)
         batches = [batch.sizes for batch in following]
         enters = () if self._flying is None else step.executor.in_flight
         seam = self.policy.seam(step.layout, len(sizes), enters=enters, following=[*map(len, batches)])
+        if self.correction is not None:
+            self.correction.is_ahead = not self.is_flushed
         later = [size for batch in batches for size in batch][: max(seam.leaves)]
         self._flying = step if any(seam.leaves) else None
         self._expected = tuple(batches)
@@ -147,7 +166,12 @@ def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
         )
     if any(stage.offload for stage in plan.stages):
         raise PlanError(f"{wanted}, so its stages cannot offload. Remove `offload` from the plan, or the versions.")
-    if ties and POLICIES[versions].promise != "batch":
+    if plan.shard_optimizer and POLICIES[versions].is_corrected:
+        raise PlanError(
+            f"{wanted} and corrects the optimizer's step, so ranks cannot share optimizer state. Set "
+            "`shard_optimizer: false` in the plan, or versions='2bw'."
+        )
+    if ties and not POLICIES[versions].is_alike_on_stages:
         raise PlanError(
             f"{wanted}, but {ties[0]} is trained by several stages, which would read different versions of it. Set "
             "versions='2bw', in which a batch reads one version, or versions='sync'."

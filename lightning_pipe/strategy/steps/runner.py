@@ -24,6 +24,7 @@ from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.milestones import MilestoneHandlers, Pieces, at_once
 from lightning_pipe.runtime.waiting import Walk, drive
+from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
@@ -42,7 +43,8 @@ class Runner:
         links: to the other ranks.
         weights: where parameters live.
         later: looks whether optimizer steps were right; None where ranks wait for each other.
-        versions: policy of weight versions.
+        versions: name of the policy of weight versions.
+        policy: that policy; None for pipelines that are flushed.
         cuts_as_told: whether the user has said into how many micro-batches batches are cut.
         batch_dim: dimension of the batch's tensors along which samples lie.
         device: where this rank computes.
@@ -60,13 +62,14 @@ class Runner:
         weights: Weights,
         later: PostValidation | None,
         versions: str = "sync",
+        policy: WeightPolicy | None = None,
         cuts_as_told: bool,
         batch_dim: int,
         device: torch.device,
     ) -> None:
         self._links, self._weights, self._later = links, weights, later
         self._cuts_as_told, self._batch_dim, self._device = cuts_as_told, batch_dim, device
-        self.rounds = Rounds(versions, links)
+        self.rounds = Rounds(versions, links, policy)
         self.seed = 0
         self._trained = 0
         self.reduced = False

@@ -96,6 +96,7 @@ class RunOptions:
         following: batches that follow, where forwards may run ahead.
         continues: whether the batch was the first of those that followed the last.
         why_not_ahead: why no batches may be looked at before their turn; "" if they may.
+        warms_up: whether the pipeline is flushed as the user has asked.
         stop: says whether this rank is asked to stop; all hear of it with the results.
         confirm: called before this rank waits for another one, and before results are used: raises if its batch is not
             that of the other ranks.
@@ -111,6 +112,7 @@ class RunOptions:
     following: tuple[FollowingBatch, ...] = ()
     continues: bool = False
     why_not_ahead: str = ""
+    warms_up: bool = False
     stop: Callable[[], bool] = bool
     confirm: Callable[[], None] = lambda: None
 

@@ -66,7 +66,7 @@ class RankStep:
 
     Attributes:
         captured: as given.
-        early: as given.
+        early, plan: as given.
         buffers: of this rank, by name.
     """
 
@@ -90,7 +90,7 @@ class RankStep:
         self.capture, self.split = captured.capture, split
         self.names = exchanged(captured.capture)
         self.captured = captured
-        self._plan, self._links, self._weights, self._device = plan, links, weights, device
+        self.plan, self._links, self._weights, self._device = plan, links, weights, device
         self._lent: dict[str, torch.Tensor] = {}
         self._lent_at = -1
         self._borrowed: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class RankStep:
     @property
     def layout(self) -> Layout:
         """Return the ranks of its stages."""
-        return self._plan.layout
+        return self.plan.layout
 
     @property
     def why_not_ahead(self) -> str:
@@ -210,7 +210,7 @@ class RankStep:
             if seam is not None and policy is not None:
                 program = self._round(sizes, synchronise, seam, policy)
             else:
-                program = self._lowered(sizes, synchronise, training, join=planned_join(self._plan))
+                program = self._lowered(sizes, synchronise, training, join=planned_join(self.plan))
             if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
                 rank_zero_warn(
                     f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
@@ -226,17 +226,17 @@ class RankStep:
         return self._programs[key]
 
     def _lowered(self, sizes: tuple[int, ...], synchronise: bool, training: bool, *, join: int) -> VerifiedProgram:
-        layout, count = self._plan.layout, len(sizes)
+        layout, count = self.plan.layout, len(sizes)
         return verify(
             lower(
-                planned_order(self._plan, microbatches=count) if training else forward_only(layout, count),
+                planned_order(self.plan, microbatches=count) if training else forward_only(layout, count),
                 layout=layout,
                 sizes=sizes,
                 traffic=self.split.traffic,
                 training=training,
                 synchronise=synchronise and training,
                 join=join,
-                beside=self._plan.beside_copies,
+                beside=self.plan.beside_copies,
                 confirms=self.early and training,
                 publishes=True,
             ),
@@ -262,7 +262,7 @@ class RankStep:
         self._are_rounds_proved = True
 
     def _round(self, sizes: tuple[int, ...], synchronise: bool, seam: Seam, policy: WeightPolicy) -> VerifiedProgram:
-        layout, traffic = self._plan.layout, self.split.traffic
+        layout, traffic = self.plan.layout, self.split.traffic
         order = policy.order(layout, seam)
         program = lower(
             order, layout=layout, sizes=sizes, traffic=traffic, synchronise=synchronise, publishes=True, seam=seam
@@ -281,7 +281,7 @@ class RankStep:
         """Forget gradients that are sums over ranks already, except on one rank of each sum: one that has kept it."""
         rank, shared = self._links.control.rank, self._weights.sharing()
         for bucket, names in zip(self.split.traffic.buckets, self.split.bucket_parameters, strict=True):
-            group = bucket_group(bucket, self._plan.layout)
+            group = bucket_group(bucket, self.plan.layout)
             for name in names if rank in group else ():
                 if rank != (self._weights.owner(name) if name in shared else group[0]):
                     self._weights.parameters[name].grad = None
@@ -291,7 +291,7 @@ class RankStep:
         found: dict[str, list[int]] = {}
         for program in self.split.stages:
             for name in dict.fromkeys((*program.parameters.values(), *program.gradients.values())):
-                if not self._weights.held_by(name, self._plan.layout.stages[program.stage]):
+                if not self._weights.held_by(name, self.plan.layout.stages[program.stage]):
                     found.setdefault(name, []).append(program.stage)
         return found
 
@@ -320,7 +320,7 @@ class RankStep:
     def _elsewhere(self) -> Iterator[tuple[str, int]]:
         """List what a stage reads without all of its ranks holding it."""
         for program in self.split.stages:
-            ranks = self._plan.layout.stages[program.stage]
+            ranks = self.plan.layout.stages[program.stage]
             read = [name for name in program.buffers.values() if name not in program.mutations]  # others are spread
             for name in [*program.parameters.values(), *read]:
                 if not self._weights.held_by(name, ranks):
