@@ -22,7 +22,7 @@ Legend: T micro-batches a batch. The optimizer steps at the end of every round, 
     spectrain   Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU
                 Platform" (arXiv 1809.02839, 2018)
     xpipe       Guan et al., "XPipe: Efficient Pipeline Model Parallelism for Multi-GPU DNN Training" (arXiv 1911.04610)
-    pb          Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021), 3.1; 3.2 spikes, 3.3 prediction
+    pb          Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021): spike compensation, and linear weight prediction
     pipemare    Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training" (MLSys 2021), section 3
     timeprest   Dutta, Chaki, De, "TiMePReSt: Time and Memory Efficient Pipeline Parallel DNN Training with Removed
                 Staleness" (arXiv 2410.14312, 2024): one backward per batch with the newest weights. Backwards of its
@@ -136,9 +136,8 @@ class WeightPolicy:
 def until_first_backward(stage: int, stages: int, batch: int) -> tuple[int, int]:
     """Return how many updates a stage makes from F, and from I, to the backward of the batch on the first stage.
 
-    F: floor((T + p - s/2 - 2) / T), I: floor((T + floor(s/2) - 1) / T) (XPipe, equations 6 and 7). For T = 1 these are
-    floor(s/2) + p - s - 1 and floor(s/2) (SpecTrain, equations 4 and 5). They leave out messages, and take F and B as
-    equally long.
+    F: floor((T + p - s/2 - 2) / T), I: floor((T + floor(s/2) - 1) / T) (XPipe). For T = 1 these are
+    floor(s/2) + p - s - 1 and floor(s/2) (SpecTrain). They leave out messages, and take F and B as equally long.
     """
     return _updates(stages - 1 - stage + stage // 2, batch), _updates(stage // 2, batch)
 
@@ -146,7 +145,7 @@ def until_first_backward(stage: int, stages: int, batch: int) -> tuple[int, int]
 def until_backward(stage: int, stages: int, batch: int) -> tuple[int, int]:
     """Return how many updates a stage makes from F to I of a micro-batch that is 2 (p - 1 - s) ahead, and none for I.
 
-    Kosson et al. (2021), section 3.3, equation 14 with T = D; more micro-batches than one pass between two updates.
+    Kosson et al. (2021), linear weight prediction with T = D; here T micro-batches pass between two updates.
     """
     return _updates(2 * (stages - 1 - stage), batch), 0
 

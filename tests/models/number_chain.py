@@ -74,7 +74,7 @@ def horizons_of(policy: str, stages: int, stage: int, count: int) -> tuple[int, 
     if policy in (
         "spectrain",
         "xpipe",
-    ):  # Guan et al. (2019), equations 6 and 7; for one micro-batch Chen et al. (2018)
+    ):  # Guan et al. (2019), Chen et al. (2018) for T = 1
         return math.floor((count + stages - stage / 2 - 2) / count), (count + stage // 2 - 1) // count
     return (math.ceil(2 * (stages - 1 - stage) / count), 0) if policy.startswith("pb_lwp") else (0, 0)
 

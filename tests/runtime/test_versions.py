@@ -269,7 +269,7 @@ def test_a_backward_makes_what_depends_on_weights_alone_of_those_that_it_reads(p
 def test_both_forms_are_one_for_momentum_at_a_constant_rate(
     captured: Callable[[int], tuple[Capture, Split]],
 ) -> None:
-    """Kosson et al. (2021), section 3.3."""
+    """Kosson et al. (2021)."""
     velocity, difference = (
         chain_fit(captured(3), [Numbers(3) for _ in range(3)], policy, 2).run(12, {})
         for policy in ("pb_lwpv", "pb_lwpd")

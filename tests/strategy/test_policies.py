@@ -95,11 +95,12 @@ def train_all(stages: int, count: int, folder: Path) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_every_policy_trains_by_its_recursion(stages: int, count: int, tmp_path: Path) -> None:
     """With checkpoints, at which forwards in flight are given up, and without."""
-    for fits in World(stages).run(train_all, stages, count, tmp_path, deadline_s=230.0):
+    for fits in World(stages).run(train_all, stages, count, tmp_path, deadline_s=550.0):
         for (policy, after), (losses, weights, *_) in zip(TABLE, fits, strict=True):
             wanted, last = recursion(policy, stages, count, BATCHES, dict.fromkeys(after, True))
             assert losses == pytest.approx(wanted, abs=1e-9), (policy, after)

@@ -5,9 +5,9 @@
     difference   any other              w + s (w - w_before)
 
 The velocity form goes on as the last update went, with the learning rates of the next ones, and decays weights where
-the optimizer does so apart from gradients. `m'` and `v'` are without bias. Chen et al., "SpecTrain" (2018), equation 3;
-Guan et al., "XPipe" (2019), section 3.2; Kosson et al., "Pipelined Backpropagation at Scale" (2021), section 3.3, for
-both forms. Nesterov's momentum, SGD without momentum, and other classes keep no velocity: they take the difference.
+the optimizer does so apart from gradients. `m'` and `v'` are without bias. Nesterov's momentum, SGD without momentum,
+and other classes keep no velocity: they take the difference. After Chen et al., "SpecTrain" (2018), Guan et al.,
+"XPipe" (2019), and Kosson et al., "Pipelined Backpropagation at Scale" (2021), for both forms.
 """
 
 from __future__ import annotations

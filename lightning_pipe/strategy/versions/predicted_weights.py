@@ -67,9 +67,7 @@ class PredictedWeights:
     def _say_form(self, *, is_shared: bool) -> None:
         name = type(self._optimizer).__name__
         if not all(has_velocity(self._optimizer, group) for group in self._optimizer.param_groups):
-            self._say(
-                f"{name} keeps no velocity that is known here, so its weights are predicted from the last update."
-            )
+            self._say(f"The state of {name} does not tell its next update, so weights are predicted from the last one.")
         if is_shared:
             self._say(
                 "Ranks share optimizer state, so weights of which others have it are predicted from the last update. "
