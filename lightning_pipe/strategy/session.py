@@ -44,7 +44,7 @@ from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
-from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left
+from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, steps_before
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
@@ -356,7 +356,12 @@ class Session:
             tensors = tuple(flatten(batch.content)[0])
             present = tensors if self._feed.loads else None
             call = StepRequest(
-                TRAINING, batch.structure, tuple(x + k for x in arguments), tensors=present, holder=self._feed.source
+                TRAINING,
+                batch.structure,
+                tuple(x + k for x in arguments),
+                tensors=present,
+                holder=self._feed.source,
+                steps_ahead=steps_before(self._module.trainer, k),
             )
             leaves = (None,) * len(tensors) if present is None else present
             following.append(FollowingBatch(call, leaves, number + k, weight))

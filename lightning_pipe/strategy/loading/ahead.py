@@ -70,6 +70,12 @@ class AheadBatches:
         return batches
 
 
+def steps_before(trainer: pl.Trainer, count: int) -> int:
+    """Return how many optimizer steps there are before the turn of the batch that comes so many later."""
+    batch, every = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+    return (batch + count) // every - batch // every
+
+
 def batches_left(trainer: pl.Trainer) -> int:
     """Return how many training batches may follow the one at hand before something else does."""
     loop = trainer.fit_loop
