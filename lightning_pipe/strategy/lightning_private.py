@@ -431,10 +431,12 @@ def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:
     vars(module)["_on_before_batch_transfer"] = _Skipping(module, skip)
 
 
-def note_before_transfer(module: pl.LightningModule, note: Callable[[], object]) -> None:
-    """Call `note` before the hooks of every batch's transfer, until `call_hook_before_transfer`."""
+def note_before_transfer(module: pl.LightningModule, note: Callable[[], object], skip: type) -> None:
+    """Call `note` before the hooks of every batch's transfer, until `call_hook_before_transfer`; none for `skip`."""
 
     def noting(batch: Any, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, skip):
+            return batch
         note()
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 

@@ -23,9 +23,10 @@ from strategy.fits import Losses, dapple, make_trainer
 from strategy.small import Small, loader
 
 PLAN = "stages:\n- {{at: '', ranks: [0]}}\n- {{at: last, ranks: [1]}}\nmicrobatches: {}\nschedule: 1f1b\n"
-COUNTERS = ("batch_idx", "global_step", "epoch", "counter", "state", "left")  # are foreseen
-CHANGING = ("start", "end", "buffer", "rate", "flag")  # by hooks of every batch
-SELDOM = ("seldom", "seldom_buffer")  # by hooks of some batches
+COUNTERS = ("batch_idx", "global_step", "epoch", "counter", "state")  # are foreseen
+LEFT = ("left", "seen", "drawn")  # by hooks of the transfer
+CHANGING = ("start", "end", "buffer", "rate", "reset")  # by hooks of every batch
+SELDOM = ("seldom", "seldom_buffer", "flag")  # by hooks of some batches
 RANDOM = ("rand", "dropout", "drawn")
 
 
@@ -52,11 +53,13 @@ class Reads:
 def any_reads(number: int) -> Reads:
     """Return reads that a generator chooses."""
     chosen = random.Random(number)
-    kinds = [*COUNTERS, *COUNTERS, *CHANGING, *SELDOM, *SELDOM, *RANDOM]
+    kinds = [*COUNTERS, *COUNTERS, *LEFT, *CHANGING, *SELDOM, *SELDOM, *RANDOM]
     places = {(chosen.choice(kinds), chosen.choice(("data", "between", "loss"))) for _ in range(chosen.randint(1, 3))}
     options: list[tuple[tuple[str, Any], ...]] = [(), (("val_check_interval", 3),), (("accumulate_grad_batches", 2),)]
     policy = chosen.choice(("pipedream", "2bw"))
     trainer = chosen.choice(options[:2] if policy == "2bw" else options)
+    if any(name == "drawn" for name, _ in places):  # after which a validation would draw other numbers
+        trainer = ()
     rate = 0.0 if any(name in RANDOM for name, _ in places) else 0.1
     return Reads(tuple(sorted(places)), policy, chosen.choice((1, 2)), trainer, rate)
 
@@ -70,7 +73,8 @@ class Reading(Small):
     def __init__(self, reads: Reads) -> None:
         super().__init__()
         self.reads, self.names = reads, reads.names
-        self.kl, self.kl_end, self.kl_seldom, self.flag, self.share = 1.0, 1.0, 1.0, False, 1.0
+        self.kl, self.kl_end, self.kl_seldom, self.flag = 1.0, 1.0, 1.0, False
+        self.share, self.seen = 1.0, 0
         for name in ("counter_buffer", "level", "level_seldom"):
             self.register_buffer(name, torch.tensor(1.0, dtype=torch.float64))
 
@@ -87,7 +91,9 @@ class Reading(Small):
                 return 1 + 0.1 * self.counter_buffer
             case "state":
                 return 1 + 0.05 * self.trainer.global_step
-            case "left" | "drawn":
+            case "seen":
+                return 1 + 0.1 * self.seen
+            case "left" | "drawn" | "reset" | "always":
                 return self.share
             case "start":
                 return self.kl
@@ -136,6 +142,8 @@ class Reading(Small):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.kl_end *= 0.9
+        if "reset" in self.names:
+            self.share = 1.0
         if batch_idx % 4 == 2:
             self.kl_seldom *= 1.3
             if "seldom_buffer" in self.names:
@@ -151,14 +159,15 @@ class Leaving(Reading):
     """A hook of the transfer leaves a number for the step of its batch."""
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        if self.trainer.training:
+        if self.trainer.training or "always" in self.names:
+            self.seen += 1
             self.share = float(torch.rand(())) if "drawn" in self.names else float(batch[0].abs().mean())
         return batch
 
 
 def module_of(reads: Reads, kind: type[Reading] = Reading) -> Reading:
     """Return a module with these reads."""
-    return (Leaving if reads.names & {"left", "drawn"} and kind is Reading else kind)(reads)
+    return (Leaving if reads.names & {*LEFT, "reset", "always"} and kind is Reading else kind)(reads)
 
 
 @dataclass

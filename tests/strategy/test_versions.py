@@ -120,13 +120,6 @@ def test_losses_and_weights_are_those_of_the_recursion(
         assert steps == rounds
 
 
-class Moving(Small):
-    """A hook changes batches on the device."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0] * 2.0, batch[1]
-
-
 class Asking(Small):
     """It decides by what it computes."""
 
@@ -144,7 +137,7 @@ def fit_small(kind: type[Small], options: dict[str, Any]) -> tuple[list[float], 
     return losses.losses, [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "options"), [(Moving, {}), (Asking, {}), (Small, {"capture": "replay"})])
+@pytest.mark.parametrize(("kind", "options"), [(Asking, {}), (Small, {"capture": "replay"})])
 def test_what_cannot_run_ahead_is_flushed(kind: type[Small], options: dict[str, Any]) -> None:
     """Such steps train as with versions='sync', and one sentence says so."""
     (wanted, weights), _ = World(2).run(fit_small, kind, options)

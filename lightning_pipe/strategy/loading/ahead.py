@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.loading.batch_loading import Awaited
+from lightning_pipe.strategy.loading.left_by_hooks import LeftForTurn
 
 
 class AheadBatch(Awaited):
@@ -21,10 +22,11 @@ class AheadBatch(Awaited):
     Attributes:
         content: the batch.
         structure: its structure, as all ranks know it.
+        left: what hooks of its transfer have left for its step.
     """
 
-    def __init__(self, content: Any, structure: Structure) -> None:
-        self.content, self.structure = content, structure
+    def __init__(self, content: Any, structure: Structure, left: LeftForTurn) -> None:
+        self.content, self.structure, self.left = content, structure, left
         self._written = _versions(content)
 
     def check(self) -> None:
@@ -50,11 +52,12 @@ class AheadBatches:
 
     Args:
         module: whose trainer fetches batches.
-        receive: returns a batch on the device and its structure, as all ranks know it; on all ranks together.
+        receive: returns a batch on the device, for a batch and what hooks have left for those between it and the one
+            at hand; on all ranks together.
     """
 
     module: pl.LightningModule
-    receive: Callable[[Any], tuple[Any, Structure]]
+    receive: Callable[[Any, Sequence[LeftForTurn]], AheadBatch]
 
     def look(self, count: int) -> list[AheadBatch]:
         """Return the next batches, at most so many; on all ranks together."""
@@ -64,7 +67,7 @@ class AheadBatches:
             if batch is private.NO_BATCH:
                 break
             if not isinstance(batch, AheadBatch):
-                batch = AheadBatch(*self.receive(batch))
+                batch = self.receive(batch, [one.left for one in batches])
                 private.put_ahead(self.module.trainer, place, batch)
             batches.append(batch)
         return batches

@@ -69,6 +69,7 @@ class FollowingBatch:
         tensors: leaves of the batch; None in their place on ranks that do not load.
         number: as of `RunOptions`.
         weight: as of `RunOptions`.
+        at_turn: has the module inside as hooks of the batch's transfer leave it for its turn.
         step: that takes it; None if that is not known.
         sizes: samples of its micro-batches.
         cut: which leaves are cut into samples.
@@ -79,6 +80,7 @@ class FollowingBatch:
     tensors: tuple[Content | None, ...]
     number: int
     weight: float
+    at_turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     step: RankStep | None = None
     sizes: tuple[int, ...] = ()
     cut: tuple[bool, ...] = ()
