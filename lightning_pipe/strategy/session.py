@@ -47,7 +47,7 @@ from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, steps_before
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
-from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks, LeftForTurn
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
@@ -139,6 +139,7 @@ class Session:
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._ahead = AheadBatches(module, self._receive_ahead)
+        feed.state_before = self._ahead.state_of
         self._at_hand: AheadBatch | None = None  # where it was looked at before its turn
         self._first_steps: FirstSteps | None = None
         self._watched: StepWatch | None = None
@@ -382,9 +383,7 @@ class Session:
             if self._left.why_not_ahead:
                 return self._left.why_not_ahead
         if self._config.versions == "2bw" and self._module.trainer.accumulate_grad_batches > 1:
-            return "gradients are accumulated over batches, so the weights before the last update may be older"
-        if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
-            return "the loader has a state of its own, which checkpoints would write one batch ahead"
+            return "gradients are accumulated over batches, and 2bw keeps one older version for the batch of one step"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"
 
     def _received(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ from lightning_pipe.capture import Structure, flatten
 from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.loading.batch_loading import Awaited
+from lightning_pipe.strategy.loading.batch_loading import Awaited, StatefulFedLoader
 from lightning_pipe.strategy.loading.left_by_hooks import LeftForTurn
 
 
@@ -63,7 +63,7 @@ class AheadBatches:
         """Return the next batches, at most so many; on all ranks together."""
         batches: list[AheadBatch] = []
         for place in range(count):
-            batch = private.peek_at(self.module.trainer, place)
+            batch = private.peek_at(self.module.trainer, place, self._states)
             if batch is private.NO_BATCH:
                 break
             if not isinstance(batch, AheadBatch):
@@ -71,6 +71,16 @@ class AheadBatches:
                 private.put_ahead(self.module.trainer, place, batch)
             batches.append(batch)
         return batches
+
+    def _states(self) -> dict[int, Any]:
+        """Return the states of loaders that can be resumed, on a rank that loads, by identity."""
+        loaders = private.training_loaders(self.module.trainer)
+        stateful = [one for one in loaders if isinstance(one, StatefulFedLoader) and one.feed.loads]
+        return {id(one): one.noted_state() for one in stateful}
+
+    def state_of(self, loader: StatefulFedLoader) -> dict[str, Any] | Exception | None:
+        """Return the state of a loader before batches were fetched early; None if that is its present one."""
+        return (private.noted_ahead(self.module.trainer) or {}).get(id(loader))
 
 
 def steps_before(trainer: pl.Trainer, count: int) -> int:
