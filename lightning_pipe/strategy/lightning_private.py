@@ -478,19 +478,21 @@ class _AheadFetcher(PrefetchDataFetcher):
 
     note: Callable[[], Any]
     notes: list[Any]  # made before each of the batches was fetched
+    last: Any = None  # what was noted where an epoch was left
 
     def __iter__(self) -> Any:
         super().__iter__()
-        self.notes = [None] * len(self.batches)
+        self.notes, self.last = [None] * len(self.batches), None
         return self
 
     def reset(self) -> None:
+        self.last = self.noted()
         super().reset()
         self.notes = []
 
     def noted(self) -> Any:
         """Return the note before the first batch that Lightning would not have fetched yet; None without one."""
-        return next(iter(self.notes[0 if self.length is not None else self.prefetch_batches :]), None)
+        return next(iter(self.notes[0 if self.length is not None else self.prefetch_batches :]), self.last)
 
     def _keep(self, note: Any) -> None:
         if len(self.notes) == len(self.batches):  # else the end was met before
@@ -557,9 +559,12 @@ def peek_at(trainer: pl.Trainer, place: int, note: Callable[[], Any]) -> Any:
     """
     fetcher: Any = trainer.fit_loop._data_fetcher
     if type(fetcher) is PrefetchDataFetcher:
-        vars(fetcher).update(note=note, notes=[None] * len(fetcher.batches))
+        vars(fetcher)["notes"] = [None] * len(fetcher.batches)
         fetcher.__class__ = _AheadFetcher
-    return fetcher.peek(place) if isinstance(fetcher, _AheadFetcher) else NO_BATCH
+    if not isinstance(fetcher, _AheadFetcher):
+        return NO_BATCH
+    fetcher.note = note
+    return fetcher.peek(place)
 
 
 def put_ahead(trainer: pl.Trainer, place: int, batch: Any) -> None:

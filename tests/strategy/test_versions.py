@@ -146,6 +146,59 @@ def test_what_cannot_run_ahead_is_flushed(kind: type[Small], options: dict[str, 
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
 
 
+HOOKS = (
+    "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step "
+    "on_train_batch_end"
+).split()
+
+
+class Noting(Small):
+    """Its hooks are noted."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.trainer.calls.append(("transfer", float(batch[0].sum())))
+        return batch
+
+
+def noting(hook: str) -> Any:
+    """Return a hook that is noted."""
+
+    def note(self: Noting, *_: Any) -> None:
+        self.trainer.calls.append((hook, self.trainer.global_step))
+
+    return note
+
+
+for noted in HOOKS:
+    setattr(Noting, noted, noting(noted))
+
+
+def calls(options: dict[str, Any] | None) -> list[tuple[str, float]]:
+    """Fit, and return which hooks have run; a worker function."""
+    module = Noting()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2)
+    trainer.calls = []  # which no snapshot of the module looks at
+    trainer.fit(module, module.data())
+    return trainer.calls
+
+
+def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
+    """Those of a batch run once, in the order of batches: between the start and the end of the batch before it."""
+    wanted = calls(None)
+    options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
+    first, second = World(2).run(calls, options)
+    for found in (first, second):
+        assert [call for call in found if call[0] != "transfer"] == [call for call in wanted if call[0] != "transfer"]
+    transfers = [call for call in first if call[0] == "transfer"]
+    looks = len(transfers) - 10  # at the first batch, before the training
+    assert transfers[looks:] == [call for call in wanted if call[0] == "transfer"]
+    early = first[first.index(("on_train_batch_start", 1)) : first.index(("on_before_zero_grad", 2))]
+    assert [hook for hook, _ in early if hook in ("transfer", "on_train_batch_end")] == [
+        "transfer",
+        "on_train_batch_end",
+    ]
+
+
 TIED = "stages:\n- {at: '', ranks: [0]}\n- {at: last, ranks: [1]}\nmicrobatches: 2\nschedule: 1f1b\n"
 
 

@@ -203,8 +203,9 @@ class RankStep:
         return {NUMBERS: vector.to(self._device)}
 
     def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return the buffers that stages read and do not change, each with the number of writes to it so far."""
-        buffers = {name: self._weights.buffers[name] for name in self.capture.unwritten_buffers}
+        """Return the buffers that no stage changes and stages read, each with the number of writes to it so far."""
+        names = self.capture.unwritten_buffers - self._weights.placement.moving.keys()  # which every rank has
+        buffers = {name: self._weights.buffers[name] for name in sorted(names)}
         return {name: (one, 0 if one.is_inference() else one._version) for name, one in buffers.items()}
 
     def program(
