@@ -133,7 +133,8 @@ class Rounds:
             if one != two and (one == one or two == two):  # not-a-number is as foreseen
                 return name
         for name, (buffer, writes) in step.buffer_versions().items():
-            if (known := self._buffers[name])[0] is not buffer or known[1] != writes:
+            known, writes_then = self._buffers.get(name, (None, 0))
+            if known is not buffer or writes != writes_then:
                 return f"self.{name}"
         return ""
 
