@@ -46,6 +46,7 @@ from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
 from lightning_pipe.capture.weighing.derived_results import Derived, graph_of_batch, with_sources
@@ -353,6 +354,16 @@ class Capture:
     def numbers(self, situation: Situation) -> list[float]:
         """Return the tracked numbers that the graph reads, for the next batch."""
         return self.joint.guards.numbers.vector(situation)
+
+    @property
+    def number_names(self) -> list[str]:
+        """Return where each of these numbers comes from, as the user would write it."""
+        return self.joint.guards.numbers.input_names()
+
+    @property
+    def unwritten_buffers(self) -> frozenset[str]:
+        """Return the names of the module's buffers that the graph reads and does not change."""
+        return frozenset(self.joint.buffers.values()) - {NUMBERS, *self.joint.mutations}
 
 
 def _trained_and_written(module: nn.Module, joint: JointGraph) -> list[str]:

@@ -246,6 +246,20 @@ class Route(Protocol):
         """
         ...
 
+    def numbers(self, situation: Situation) -> list[float]:
+        """Return the tracked numbers that the stages read, now or as they are foreseen for a later batch."""
+        ...
+
+    @property
+    def number_names(self) -> list[str]:
+        """Return where each of these numbers comes from, as the user would write it."""
+        ...
+
+    @property
+    def unwritten_buffers(self) -> frozenset[str]:
+        """Return the names of the module's buffers that stages read and do not change."""
+        ...
+
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""
         ...

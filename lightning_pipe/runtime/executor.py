@@ -318,6 +318,8 @@ class Executor:
 
     def _compute(self, compute: Compute, job: BatchInput, results: dict[str, list[ResultSlice]]) -> None:
         stage = self.stages[compute.stage]
+        if compute.kind == "F" and (buffers := job.of(compute.microbatch)[0].buffers):
+            stage.hold_buffers(compute.microbatch, buffers)
         try:
             stage.compute(compute.kind, compute.microbatch, self._slice(compute, job))
         except Exception as error:

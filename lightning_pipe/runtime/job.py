@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from lightning_pipe.core.program import Samples
 from lightning_pipe.core.timeline import Timeline
@@ -25,6 +27,7 @@ class BatchInput:
         batch_dim: dimension of the samples in the leaves.
         is_skipped: whether this is a batch of the training whose program makes no gradients, but may change state.
         samples: of the batch; 0: those of all micro-batches of the program.
+        buffers: content, by name, of buffers that the batch has for itself.
         following: the next batch, whose forwards may begin in this round; None if the program runs none.
     """
 
@@ -37,6 +40,7 @@ class BatchInput:
     batch_dim: int = 0
     is_skipped: bool = False
     samples: int = 0
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     following: BatchInput | None = None
 
     def of(self, microbatch: int) -> tuple[BatchInput, int]:

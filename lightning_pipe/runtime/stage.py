@@ -203,6 +203,12 @@ class Stage:
         read = self._awaited(microbatch) if microbatch in self._pending else contents.keys()
         self._held[microbatch].update({name: content for name, content in contents.items() if name in read})
 
+    def hold_buffers(self, microbatch: int, contents: Mapping[str, torch.Tensor]) -> None:
+        """Let computes of a micro-batch read these, by canonical name, instead of the buffers."""
+        read = {value: contents[name] for value, name in self.program.buffers.items() if name in contents}
+        if read:
+            self._held[microbatch].update(read)
+
     def readers_of(self, contents: Mapping[str, torch.Tensor]) -> dict[int, set[str]]:
         """Return the micro-batches that hold these very tensors, and the names of those that they hold."""
         holders = {m: {name for name in contents if held.get(name) is contents[name]} for m, held in self._held.items()}
@@ -359,7 +365,9 @@ class Stage:
         held = self._held[microbatch]
         number = self._number(microbatch, slice_)
         if number != self._batch_number and number not in self._before:
-            self._before[number] = {name: self._tensor(name).detach().clone() for name in program.mutations}
+            written_late = {*program.once, *program.averaged}  # when their batch ends
+            names = [name for name in program.mutations if name not in written_late]
+            self._before[number] = {name: self._tensor(name).detach().clone() for name in names}
         inputs = self._inputs(program.forward, self._with_later(held, number))
         self._run(program.forward, inputs, held, slice_)
         self._update_buffers(microbatch, number, slice_.samples)

@@ -22,7 +22,8 @@ Legend: T micro-batches a batch. The optimizer steps at the end of every round, 
     spectrain   Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU
                 Platform" (arXiv 1809.02839, 2018)
     xpipe       Guan et al., "XPipe: Efficient Pipeline Model Parallelism for Multi-GPU DNN Training" (arXiv 1911.04610)
-    pb          Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021): spike compensation, and linear weight prediction
+    pb          Kosson et al., "Pipelined Backpropagation at Scale" (MLSys 2021): spike compensation, and linear weight
+                prediction
     pipemare    Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training" (MLSys 2021), section 3
     timeprest   Dutta, Chaki, De, "TiMePReSt: Time and Memory Efficient Pipeline Parallel DNN Training with Removed
                 Staleness" (arXiv 2410.14312, 2024): one backward per batch with the newest weights. Backwards of its

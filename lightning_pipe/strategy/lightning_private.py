@@ -431,10 +431,12 @@ def skip_hook_before_transfer(module: pl.LightningModule, skip: type) -> None:
     vars(module)["_on_before_batch_transfer"] = _Skipping(module, skip)
 
 
-def note_before_transfer(module: pl.LightningModule, note: Callable[[], object]) -> None:
-    """Call `note` before the hooks of every batch's transfer, until `call_hook_before_transfer`."""
+def note_before_transfer(module: pl.LightningModule, note: Callable[[], object], skip: type) -> None:
+    """Call `note` before the hooks of every batch's transfer, until `call_hook_before_transfer`; none for `skip`."""
 
     def noting(batch: Any, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, skip):
+            return batch
         note()
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)
 
@@ -474,24 +476,57 @@ NO_BATCH = object()
 class _AheadFetcher(PrefetchDataFetcher):
     """Lightning's fetcher, which can be asked for batches before their turn."""
 
+    note: Callable[[], Any]
+    notes: list[Any]  # made before each of the batches was fetched
+    last: Any = None  # what was noted where an epoch was left
+
+    def __iter__(self) -> Any:
+        super().__iter__()
+        self.notes, self.last = [None] * len(self.batches), None
+        return self
+
+    def reset(self) -> None:
+        self.last = self.noted()
+        super().reset()
+        self.notes = []
+
+    def noted(self) -> Any:
+        """Return the note before the first batch that Lightning would not have fetched yet; None without one."""
+        return next(iter(self.notes[0 if self.length is not None else self.prefetch_batches :]), self.last)
+
+    def _keep(self, note: Any) -> None:
+        if len(self.notes) == len(self.batches):  # else the end was met before
+            self.notes.append(note)
+
     def peek(self, place: int) -> Any:
         """Return the batch that comes `place` batches later; NO_BATCH if there is none."""
         while len(self.batches) <= place and not self.done:
+            note = self.note()
             try:
                 batch = DataFetcher.__next__(self)
             except StopIteration:
                 self.done = not self.batches
+                self._keep(note)
                 break
             if self.length is not None:  # batches are counted when their turn comes
                 self.fetched, self.done = self.fetched - 1, False
                 if self.fetched + len(self.batches) + 1 > self.length:
                     break
+            self._keep(note)
             self.batches.append(batch)
         return self.batches[place][0] if place < len(self.batches) else NO_BATCH
 
     def __next__(self) -> Any:
-        if self.length is None or not self.batches:
+        if self.length is None:
+            note, self.notes = self.note(), self.notes[1:]
+            waiting = len(self.batches) - 1
+            batch = super().__next__()
+            if len(self.notes) <= waiting:  # else the end was met before
+                self.notes.append(note)
+            return batch
+        if not self.batches:
             return super().__next__()
+        self.notes.pop(0)
         self.fetched += 1
         self.done = self.fetched >= self.length
         return self.batches.pop(0)
@@ -508,12 +543,28 @@ def can_peek(trainer: pl.Trainer) -> bool:
     return type(trainer.fit_loop._data_fetcher) in (PrefetchDataFetcher, _AheadFetcher)
 
 
-def peek_at(trainer: pl.Trainer, place: int) -> Any:
-    """Return the training batch that comes `place` batches after the next one; NO_BATCH if there is none."""
+def noted_ahead(trainer: pl.Trainer) -> Any:
+    """Return what was noted before the first training batch that was fetched early; None if there is none."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return fetcher.noted() if isinstance(fetcher, _AheadFetcher) else None
+
+
+def peek_at(trainer: pl.Trainer, place: int, note: Callable[[], Any]) -> Any:
+    """Return the training batch that comes `place` batches after the next one; NO_BATCH if there is none.
+
+    Args:
+        trainer: whose batches.
+        place: of the batch.
+        note: called before every batch is fetched, for `noted_ahead`.
+    """
     fetcher: Any = trainer.fit_loop._data_fetcher
     if type(fetcher) is PrefetchDataFetcher:
+        vars(fetcher)["notes"] = [None] * len(fetcher.batches)
         fetcher.__class__ = _AheadFetcher
-    return fetcher.peek(place) if isinstance(fetcher, _AheadFetcher) else NO_BATCH
+    if not isinstance(fetcher, _AheadFetcher):
+        return NO_BATCH
+    fetcher.note = note
+    return fetcher.peek(place)
 
 
 def put_ahead(trainer: pl.Trainer, place: int, batch: Any) -> None:

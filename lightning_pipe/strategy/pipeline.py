@@ -272,9 +272,13 @@ class Pipeline:
         """Return a batch that follows with what is known of its step."""
         call = batch.call
         samples = self._cuts.samples(call.structure)
-        step = next((step for step in self._known.steps_like(call) if not step.misfit(call)), None)
-        sizes = () if step is None else self._cuts.sizes(step.capture, samples)
-        return replace(batch, step=step if sizes else None, sizes=sizes, cut=self._cuts.leaves_cut(call.structure))
+        with batch.at_turn():
+            step = next((step for step in self._known.steps_like(call) if not step.misfit(call)), None)
+            sizes = () if step is None else self._cuts.sizes(step.capture, samples)
+            numbers = None if step is None or not sizes else step.foreseen_numbers(call)
+        if numbers is None:
+            return batch
+        return replace(batch, step=step, sizes=sizes, numbers=numbers, cut=self._cuts.leaves_cut(call.structure))
 
     def _run(self, step: RankStep, sizes: tuple[int, ...], call: StepRequest, turn: RunOptions) -> StepResult:
         turn = replace(turn, following=tuple(map(self._known_batch, turn.following)))

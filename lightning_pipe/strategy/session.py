@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,11 @@ from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
-from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left
+from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, steps_before
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
-from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
-from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks
+from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks, LeftForTurn
 from lightning_pipe.strategy.parameters.averages import Averages, Connected
 from lightning_pipe.strategy.parameters.inner_optimizers import inner_optimizers
 from lightning_pipe.strategy.parameters.optimizer import Groups
@@ -143,6 +144,7 @@ class Session:
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
         self._ahead = AheadBatches(module, self._receive_ahead)
+        feed.state_before = self._ahead.state_of
         self._at_hand: AheadBatch | None = None  # where it was looked at before its turn
         self._first_steps: FirstSteps | None = None
         self._watched: StepWatch | None = None
@@ -397,33 +399,43 @@ class Session:
         """Return the batch on the device; on ranks that do not load, stand-ins of the same structure."""
         self._at_hand = batch if isinstance(batch, AheadBatch) else None
         if self._at_hand is not None:
+            if self._left is not None:
+                self._left.put_in_place(self._at_hand.left)
             self._shared = self._at_hand.content, self._at_hand.structure
             return self._at_hand.content
         return self._received(batch, transfer)
 
-    def _receive_ahead(self, batch: Any) -> tuple[Any, Structure]:
-        """Return a batch that follows, on the device, and its structure."""
+    def _receive_ahead(self, batch: Any, earlier: Sequence[LeftForTurn]) -> AheadBatch:
+        """Return a batch that follows, on the device."""
         shared = self._shared
-        batch = self._plugin.convert_input(batch)
-        self._received(batch, lambda loaded: private.transfer(self._module, loaded, self._device))
+        with contextlib.nullcontext([LeftForTurn()]) if self._left is None else self._left.put_by(earlier) as left:
+            batch = self._plugin.convert_input(batch)
+            self._received(batch, lambda loaded: private.transfer(self._module, loaded, self._device))
         assert self._shared is not None, "received just now"
         received, self._shared = self._shared, shared
-        return received
+        return AheadBatch(*received, left[0])
 
     def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
         """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
-        if not self._pipeline.lookahead or self._warms_up:
+        if not self._pipeline.lookahead or self._warms_up or (self._left is not None and not self._left.is_observed):
             return ()
         count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
-        following = []
+        following, left = [], list[KeptState]()
         for k, batch in enumerate(self._ahead.look(count), start=1):
+            left += batch.left.told
             tensors = tuple(flatten(batch.content)[0])
             present = tensors if self._feed.loads else None
             call = StepRequest(
-                TRAINING, batch.structure, tuple(x + k for x in arguments), tensors=present, holder=self._feed.source
+                TRAINING,
+                batch.structure,
+                tuple(x + k for x in arguments),
+                tensors=present,
+                holder=self._feed.source,
+                steps_ahead=steps_before(self._module.trainer, k),
             )
             leaves = (None,) * len(tensors) if present is None else present
-            following.append(FollowingBatch(call, leaves, number + k, weight))
+            at_turn = contextlib.nullcontext if self._left is None else partial(self._left.shown, tuple(left))
+            following.append(FollowingBatch(call, leaves, number + k, weight, at_turn))
         return tuple(following)
 
     @property
@@ -431,18 +443,17 @@ class Session:
         """Return whether the user wants the pipeline to be flushed in this epoch."""
         return self._module.trainer.current_epoch < self._config.version_options.warmup_epochs
 
-    @property
     def _why_not_ahead(self) -> str:
-        """Return why no batches are looked at before their turn; "" if they may be."""
+        """Return why no batches are looked at before their turn, "" if they may be; on all ranks together."""
         if not self._pipeline.lookahead:
             return ""
-        if not self._moves_plainly():
-            return "hooks of the module or the data module run when a batch is transferred to the device"
+        if self._left is not None:
+            self._left.agree()
+            if self._left.why_not_ahead:
+                return self._left.why_not_ahead
         policy = self._pipeline.runner.rounds.policy
         if policy is not None and policy.counts_updates and self._module.trainer.accumulate_grad_batches > 1:
             return "gradients are accumulated over batches, and every batch would count as an update"
-        if any(isinstance(loader, StatefulFedLoader) for loader in private.training_loaders(self._module.trainer)):
-            return "the loader has a state of its own, which checkpoints would write one batch ahead"
         return "" if private.can_peek(self._module.trainer) else "the loop fetches batches in its own way"
 
     def _received(self, batch: Any, transfer: Callable[[Any], Any]) -> Any:
@@ -476,7 +487,7 @@ class Session:
         weight = weight * self._loss_scale.factor if method == TRAINING else weight
         if self._at_hand is not None and self._feed.loads:
             self._at_hand.check()
-        why_not_ahead = self._why_not_ahead if method == TRAINING else ""
+        why_not_ahead = self._why_not_ahead() if method == TRAINING else ""
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
@@ -695,7 +706,7 @@ class Session:
         elif self._pipeline.lookahead and self._left is None:
             private.skip_hook_before_transfer(self._module, AheadBatch)
         elif self._left is not None:
-            private.note_before_transfer(self._module, self._left.begin)
+            private.note_before_transfer(self._module, self._left.begin, AheadBatch)
         if self._links.control.ranks > 1 and not self._is_summarised:  # by the whole module, which no rank has
             self._module.example_input_array = None
         warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)

@@ -8,8 +8,10 @@ import itertools
 import random
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -19,6 +21,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 
+from lightning_pipe.schedule.weights import POLICIES
 from ranks.world import World
 from slow import slow_but
 from strategy.fits import Losses, dapple, make_trainer
@@ -391,3 +394,44 @@ def test_a_wrapped_loader_has_the_states_of_the_bare_one_whether_it_is_looked_at
         takes = [draw.randint(0, 7) for _ in range(4)]
         looks = [draw.random() < 0.7 for _ in takes]
         assert interrupted(name, takes, looks) == interrupted(name, takes, None), (takes, looks)
+
+
+class States(pl.Callback):
+    """Keep the states of the loaders after every batch."""
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.states.append(copy.deepcopy(trainer.fit_loop._combined_loader._state_dicts()))
+
+
+def states(names: list[str], depth: int | None) -> list[Any]:
+    """Return the states that checkpoints of an epoch would have, batch by batch; a worker function."""
+    all_states = []
+    deep = replace(POLICIES["pipedream"], depth=lambda behind: behind * (depth or 0))
+    for name in names:
+        torch.manual_seed(1)
+        noted = States()
+        options = {"layout": "1-1", "microbatches": 1, "planner": "uniform", "versions": "pipedream"}
+        strategy = "auto" if depth is None else dapple(**options)
+        with mock.patch.dict(POLICIES, {"pipedream": deep}):
+            make_trainer(strategy, callbacks=[noted], max_epochs=2).fit(Net(), LOADERS[name]())
+        all_states.append(noted.states)
+    return all_states
+
+
+@pytest.mark.parametrize(
+    ("names", "depth"),
+    [
+        (["counting", "unknown length"], 2),
+        pytest.param([name for name in LOADERS if "torchdata" not in name], 1, marks=pytest.mark.slow),
+        pytest.param([name for name in LOADERS if "torchdata" not in name], 2, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_have_the_state_before_batches_that_were_loaded_ahead(names: list[str], depth: int) -> None:
+    """One or two batches ahead: what a checkpoint has is what it has on one device."""
+    wanted = states(names, None)
+    for of_rank in World(2).run(states, names, depth, deadline_s=300):
+        for name, one, other in zip(names, of_rank, wanted, strict=True):
+            assert str(one) == str(other), name

@@ -127,20 +127,6 @@ def test_losses_and_weights_are_those_of_the_recursion(
         assert steps == rounds
 
 
-class Counting(Small):
-    """Its loss reads the number of the batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * (1.0 + batch_idx)
-
-
-class Moving(Small):
-    """A hook changes batches on the device."""
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0] * 2.0, batch[1]
-
-
 class Asking(Small):
     """It decides by what it computes."""
 
@@ -158,15 +144,66 @@ def fit_small(kind: type[Small], options: dict[str, Any]) -> tuple[list[float], 
     return losses.losses, [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(Counting, {}), (Moving, {}), (Asking, {}), (Small, {"capture": "replay"})]
-)
+@pytest.mark.parametrize(("kind", "options"), [(Asking, {}), (Small, {"capture": "replay"})])
 def test_what_cannot_run_ahead_is_flushed(kind: type[Small], options: dict[str, Any]) -> None:
     """Such steps train as with versions='sync', and one sentence says so."""
     (wanted, weights), _ = World(2).run(fit_small, kind, options)
     for losses, found in World(2).run(fit_small, kind, {**options, "versions": "pipedream"}):
         assert losses == wanted
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+HOOKS = (
+    "on_train_batch_start on_before_zero_grad on_before_backward on_after_backward on_before_optimizer_step "
+    "on_train_batch_end"
+).split()
+
+
+class Noting(Small):
+    """Its hooks are noted."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.trainer.calls.append(("transfer", float(batch[0].sum())))
+        return batch
+
+
+def noting(hook: str) -> Any:
+    """Return a hook that is noted."""
+
+    def note(self: Noting, *_: Any) -> None:
+        self.trainer.calls.append((hook, self.trainer.global_step))
+
+    return note
+
+
+for noted in HOOKS:
+    setattr(Noting, noted, noting(noted))
+
+
+def calls(options: dict[str, Any] | None) -> list[tuple[str, float]]:
+    """Fit, and return which hooks have run; a worker function."""
+    module = Noting()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2)
+    trainer.calls = []  # which no snapshot of the module looks at
+    trainer.fit(module, module.data())
+    return trainer.calls
+
+
+def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
+    """Those of a batch run once, in the order of batches: between the start and the end of the batch before it."""
+    wanted = calls(None)
+    options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
+    first, second = World(2).run(calls, options)
+    for found in (first, second):
+        assert [call for call in found if call[0] != "transfer"] == [call for call in wanted if call[0] != "transfer"]
+    transfers = [call for call in first if call[0] == "transfer"]
+    looks = len(transfers) - 10  # at the first batch, before the training
+    assert transfers[looks:] == [call for call in wanted if call[0] == "transfer"]
+    early = first[first.index(("on_train_batch_start", 1)) : first.index(("on_before_zero_grad", 2))]
+    assert [hook for hook, _ in early if hook in ("transfer", "on_train_batch_end")] == [
+        "transfer",
+        "on_train_batch_end",
+    ]
 
 
 TIED = "stages:\n- {at: '', ranks: [0]}\n- {at: last, ranks: [1]}\nmicrobatches: 2\nschedule: 1f1b\n"

@@ -79,6 +79,8 @@ class Replay:
     is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
+    number_names: ClassVar[list[str]] = []
+    unwritten_buffers: ClassVar[frozenset[str]] = frozenset()  # for whom runs ahead, which it cannot
     may_offload: ClassVar[bool] = False
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
@@ -248,6 +250,10 @@ class Replay:
         self._now.loss_calls, self._now.late = {}, Counter()
         self._now.trained = self._trained.now()
         self._now.hooks, self._now.left_hooks = HookTables(self._request.module), None
+        return []
+
+    def numbers(self, situation: Situation) -> list[float]:
+        """Return []: the Python of the step reads its numbers itself."""
         return []
 
     def cut(self, sizes: tuple[int, ...]) -> None:

@@ -290,12 +290,13 @@ _GLOBAL_STEP: Any = pl.Trainer.global_step
 _CURRENT_EPOCH: Any = pl.Trainer.current_epoch
 
 
-def _counter(trainer: Any, name: str, _: Situation | None = None) -> int:
-    """Return the trainer's true counter; 0 without a trainer."""
+def _counter(trainer: Any, name: str, situation: Situation | None = None) -> int:
+    """Return the trainer's true counter, for a later batch as it will be then; 0 without a trainer."""
     if trainer is None:
         return 0
     own = _GLOBAL_STEP if name == "global_step" else _CURRENT_EPOCH
-    return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name))
+    later = situation.steps if situation is not None and name == "global_step" else 0
+    return int(own.fget(trainer) if isinstance(trainer, pl.Trainer) else getattr(trainer, name)) + later
 
 
 def _nothing(_: Any) -> None:

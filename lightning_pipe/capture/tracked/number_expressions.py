@@ -18,11 +18,13 @@ class Situation:
         arguments: positional arguments of the step after the batch.
         numbers: Python numbers in the batch, in the order of its structure.
         texts: in the batch, in the same order.
+        steps: optimizer steps between now and the batch's turn, of a batch that is looked at before that.
     """
 
     arguments: tuple[int, ...] = ()
     numbers: tuple[Number, ...] = ()
     texts: tuple[str, ...] = ()
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ class NumberGuards:
             return _Exact(evaluate(expression, situation))
         except Exception as error:  # whatever the operation raises for these numbers, the step would raise too
             return _Exact(error)
+
+    def input_names(self) -> list[str]:
+        """Return, for each entry of the vector, the names of what it is computed from."""
+        return [", ".join(dict.fromkeys(source.name for source in sources_in(one))) for one in self.inputs]
 
     def vector(self, situation: Situation) -> list[float]:
         """Return what the graph reads."""

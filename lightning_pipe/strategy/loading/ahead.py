@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from lightning_pipe.capture import Structure, flatten
 from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.loading.batch_loading import Awaited
+from lightning_pipe.strategy.loading.batch_loading import Awaited, StatefulFedLoader
+from lightning_pipe.strategy.loading.left_by_hooks import LeftForTurn
 
 
 class AheadBatch(Awaited):
@@ -21,10 +22,11 @@ class AheadBatch(Awaited):
     Attributes:
         content: the batch.
         structure: its structure, as all ranks know it.
+        left: what hooks of its transfer have left for its step.
     """
 
-    def __init__(self, content: Any, structure: Structure) -> None:
-        self.content, self.structure = content, structure
+    def __init__(self, content: Any, structure: Structure, left: LeftForTurn) -> None:
+        self.content, self.structure, self.left = content, structure, left
         self._written = _versions(content)
 
     def check(self) -> None:
@@ -50,24 +52,41 @@ class AheadBatches:
 
     Args:
         module: whose trainer fetches batches.
-        receive: returns a batch on the device and its structure, as all ranks know it; on all ranks together.
+        receive: returns a batch on the device, for a batch and what hooks have left for those between it and the one
+            at hand; on all ranks together.
     """
 
     module: pl.LightningModule
-    receive: Callable[[Any], tuple[Any, Structure]]
+    receive: Callable[[Any, Sequence[LeftForTurn]], AheadBatch]
 
     def look(self, count: int) -> list[AheadBatch]:
         """Return the next batches, at most so many; on all ranks together."""
         batches: list[AheadBatch] = []
         for place in range(count):
-            batch = private.peek_at(self.module.trainer, place)
+            batch = private.peek_at(self.module.trainer, place, self._states)
             if batch is private.NO_BATCH:
                 break
             if not isinstance(batch, AheadBatch):
-                batch = AheadBatch(*self.receive(batch))
+                batch = self.receive(batch, [one.left for one in batches])
                 private.put_ahead(self.module.trainer, place, batch)
             batches.append(batch)
         return batches
+
+    def _states(self) -> dict[int, Any]:
+        """Return the states of loaders that can be resumed, on a rank that loads, by identity."""
+        loaders = private.training_loaders(self.module.trainer)
+        stateful = [one for one in loaders if isinstance(one, StatefulFedLoader) and one.feed.loads]
+        return {id(one): one.noted_state() for one in stateful}
+
+    def state_of(self, loader: StatefulFedLoader) -> dict[str, Any] | Exception | None:
+        """Return the state of a loader before batches were fetched early; None if that is its present one."""
+        return (private.noted_ahead(self.module.trainer) or {}).get(id(loader))
+
+
+def steps_before(trainer: pl.Trainer, count: int) -> int:
+    """Return how many optimizer steps there are before the turn of the batch that comes so many later."""
+    batch, every = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+    return (batch + count) // every - batch // every
 
 
 def batches_left(trainer: pl.Trainer) -> int:

@@ -81,6 +81,7 @@ class Feed:
         structures: that were met.
         told: number of the structure of the batch that was announced last.
         random: gives ranks that load nothing the random numbers of those that load.
+        state_before: returns the state that a loader had before batches were loaded early, if any were.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Feed:
         self._early: list[FedIterator] = []
         self._holds_back = False
         self.tells_indices = False
+        self.state_before: Callable[[StatefulFedLoader], dict[str, Any] | Exception | None] = lambda loader: None
         self.structures = KnownStructures()
         self.told = UNKNOWN
         self._unconfirmed: Callable[[], None] | None = None
@@ -443,13 +445,21 @@ class StatefulFedLoader(FedLoader):
         self.loader.load_state_dict(state)
 
     def own_state(self) -> dict[str, Any]:
-        """Return the state of this rank's loader, as if nobody had looked at its first batch."""
-        if isinstance(self.unlooked, Exception):
-            raise self.unlooked
-        if self.unlooked is not None:
-            return self.unlooked
-        state: dict[str, Any] = self.loader.state_dict()
-        return state
+        """Return the state of this rank's loader, as if nobody had looked at its batches before their turn."""
+        early = self.feed.state_before(self)
+        state: dict[str, Any] | Exception | None = self.unlooked if early is None else early
+        if isinstance(state, Exception):
+            raise state
+        return self.loader.state_dict() if state is None else state
+
+    def noted_state(self) -> dict[str, Any] | Exception:
+        """Return a copy of the present state, or why there is none."""
+        if self.unlooked is None:
+            try:
+                return copy.deepcopy(self.loader.state_dict())  # type: ignore[no-any-return]
+            except Exception as error:  # that who saves then has on one device, too
+                return error
+        return self.unlooked
 
     def open(self) -> Iterator[Any]:
         """Return an iterator as other loaders do; its first batch ends what a look has noted."""
@@ -462,10 +472,7 @@ class StatefulFedLoader(FedLoader):
         self.unlooked = None
 
     def _note_state(self) -> None:
-        try:
-            self.unlooked = copy.deepcopy(self.loader.state_dict())
-        except Exception as error:  # that who saves before the first batch has on one device, too
-            self.unlooked = error
+        self.unlooked = self.noted_state()
 
 
 class FedIterator:

@@ -5,17 +5,23 @@ calls no such hook, so that the first rank that loads tells the others with ever
 two (numbers, texts, collections of them, and small tensors), and the state of the generators if they have drawn
 random numbers. The look at the first batch, before the plan, calls the hooks too; the step is captured with what they
 leave, which is undone then.
+
+Hooks of a batch that is loaded before its turn see what those of the batches before it have left, and what they leave
+is put by: the steps in between find the module as it is. Where something else writes to the same places between two
+batches that would be lost, so nothing is loaded before its turn any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lightning_pipe.capture.python.places import Place, same
+from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.state_slots import data_module_slots, shared_slots
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.capture.steps.record import KeptState
@@ -24,9 +30,22 @@ from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-from lightning_pipe.strategy.steps.kept_state import keep_all, keep_told
+from lightning_pipe.strategy.steps.kept_state import keep_all, keep_state, keep_told
 
 _MOST_ELEMENTS = 2**18  # of a tensor that is told
+
+
+@dataclass(frozen=True)
+class LeftForTurn:
+    """What hooks of the transfer have left for the step of one batch.
+
+    Attributes:
+        told: as every rank knows it.
+        changes: the same on a rank that loads, with what others cannot be told.
+    """
+
+    told: tuple[KeptState, ...] = ()
+    changes: tuple[tuple[StateChange, KeptState | None], ...] = ()
 
 
 class LeftByHooks:
@@ -44,9 +63,22 @@ class LeftByHooks:
         self._shared = (*shared_slots(module), *data_module_slots(module.trainer))
         self._before: ModuleState | None = None
         self._random: Randomness | None = None
+        self._last = LeftForTurn()  # of the transfer that was told last
+        self._places: list[tuple[Place, Any]] = []  # that hooks of the last training batch wrote to, as they left them
+        self._epoch = -1  # of that batch
+        self._transfers = 0  # of training batches
+        self._overwritten = ""  # what somebody else writes to as well
+        self.why_not_ahead = ""
+
+    @property
+    def is_observed(self) -> bool:
+        """Return whether transfers of two batches have shown what else writes to what hooks leave."""
+        return self._transfers > 1
 
     def begin(self) -> None:
         """Note what there is before hooks run."""
+        if self._module.trainer.training and self._epoch == self._module.trainer.current_epoch:
+            self._compare(self._places)
         self._before = ModuleState(self._module, shared=self._shared, copies=True)
         self._random = self._feed.random.now()
 
@@ -68,11 +100,80 @@ class LeftByHooks:
         feed = self._feed
         mine = (self.taken(), feed.random.since(self._random)) if feed.leads else ((), None)
         left, drawn = self._control.broadcast(mine, source=feed.source, what="what batch hooks have left")
+        self._last = LeftForTurn(left, self._changes())
         self._before = None
+        if self._module.trainer.training:
+            self._note(self._last)
         if not feed.loads:
             feed.random.follow(drawn)
             for one in left:
                 keep_told(one, self._module, self._device)
+
+    @contextlib.contextmanager
+    def put_by(self, earlier: Sequence[LeftForTurn]) -> Iterator[list[LeftForTurn]]:
+        """Move a batch to the device before its turn inside; on all ranks together.
+
+        Args:
+            earlier: what hooks have left for the batches before it that have not had their turn either.
+
+        Yields:
+            A list that has what its own hooks have left at the end, which is undone then.
+        """
+        present, left = ModuleState(self._module, shared=self._shared, copies=True), list[LeftForTurn]()
+        try:
+            for one in earlier:
+                self._put(one)
+            self._places.clear()
+            yield left
+            left.append(self._last)
+            self._places.clear()
+        finally:
+            present.restore()
+
+    def put_in_place(self, left: LeftForTurn) -> None:
+        """Have the module as hooks have left it for a batch whose turn has come."""
+        self._compare([(change.slot, change.before) for change, _ in left.changes if not change.is_content])
+        self._put(left)
+        self._note(left)
+
+    def agree(self) -> None:
+        """Learn why no batch may be loaded before its turn, if there is a reason; on all ranks together."""
+        if not self.why_not_ahead:
+            what = "what else writes to what batch hooks leave"
+            name = self._control.broadcast(self._overwritten, source=self._feed.source, what=what)
+            self.why_not_ahead = (
+                f"hooks that move batches to the device leave {name}, which changes between two batches as well"
+                if name
+                else ""
+            )
+
+    def _put(self, left: LeftForTurn) -> None:
+        if not self._feed.loads:
+            for one in left.told:
+                keep_told(one, self._module, self._device)
+        for change, kept in left.changes:
+            if kept is None or not kept.path:
+                change.repeat()
+            else:
+                keep_state(kept, kept.value, self._module)
+
+    def _changes(self) -> tuple[tuple[StateChange, KeptState | None], ...]:
+        """Return all that hooks have changed, on a rank that loads."""
+        if self._before is None:
+            return ()
+        changes = [*self._before.changes()]
+        kept = iter(self._before.kept())
+        return tuple((change, None if isinstance(change.now, type) else next(kept)) for change in changes)
+
+    def _note(self, left: LeftForTurn) -> None:
+        self._epoch, self._transfers = self._module.trainer.current_epoch, self._transfers + 1
+        self._places = [(change.slot, change.now) for change, _ in left.changes if not change.is_content]
+
+    def _compare(self, places: Sequence[tuple[Place, Any]]) -> None:
+        """Look whether anybody has written to places since they had these values."""
+        for slot, value in places:
+            if not same(slot.read(), value):
+                self._overwritten = slot.name
 
     def shown(self, left: Sequence[KeptState]) -> contextlib.AbstractContextManager[Any]:
         """Have the module inside as hooks would leave it."""

@@ -93,8 +93,8 @@ class Runner:
             cut: which leaves of the batch are cut into samples.
         """
         training = call.method == TRAINING and step.has_loss
-        reads_numbers = step.prepare(call)
-        round_ = self.rounds.begin(step, sizes, turn, training=training, reads_numbers=reads_numbers)
+        numbers = step.prepare(call)
+        round_ = self.rounds.begin(step, call, sizes, turn, training=training, numbers=numbers)
         program = step.program(
             round_.sizes,
             synchronise=turn.synchronise,
@@ -118,6 +118,7 @@ class Runner:
             batch_dim=self._batch_dim,
             is_skipped=call.method == TRAINING and not training,
             samples=sum(sizes),
+            buffers=step.held_numbers(() if round_.seam is None else numbers),
             following=self._following(step, round_.following),
         )
         peak = PeakMemory(self._device) if turn.measure_memory else None
@@ -126,6 +127,7 @@ class Runner:
             step.capture.plays.cut(sizes)
         with peak or contextlib.nullcontext(), self._weights.buffers_known(step.split, program.layout):
             outcome, results = self._follow(step, program, job, turn)
+        self.rounds.end()
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
         record, values, differing, lasts, bent = step.capture.record, collected.values, "", True, ""
@@ -170,12 +172,13 @@ class Runner:
         """Return the jobs of batches whose forwards begin in this round, one behind the other."""
         jobs = []
         for batch in batches:
+            numbers = step.held_numbers(batch.numbers)
             leaves, cut = step.capture.with_totals(
-                batch.tensors, cut=batch.cut, sizes=batch.sizes, buffers=step.buffers
+                batch.tensors, cut=batch.cut, sizes=batch.sizes, buffers={**step.buffers, **numbers}
             )
             offsets = tuple(sum(batch.sizes[:m]) for m in range(len(batch.sizes)))
             job = BatchInput(leaves, cut, offsets, batch.weight, self.seed, batch.number, self._batch_dim)
-            jobs.append(replace(job, samples=sum(batch.sizes)))
+            jobs.append(replace(job, samples=sum(batch.sizes), buffers=numbers))
         return chained(jobs)
 
     def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:

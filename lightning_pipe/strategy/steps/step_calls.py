@@ -40,6 +40,7 @@ class StepRequest:
             possible.
         tensors: leaves of the batch, on the ranks that have them; None elsewhere.
         holder: a rank that has them.
+        steps_ahead: optimizer steps before its batch has its turn.
     """
 
     method: str
@@ -48,14 +49,15 @@ class StepRequest:
     answers: Callable[[Request], tuple[bool, ...]] | None = None
     tensors: tuple[torch.Tensor, ...] | None = None
     holder: int = 0
+    steps_ahead: int = 0
 
     @cached_property
     def situation(self) -> Situation:
         """Return what numbers that vary are read from."""
         template = self.structure.template
         if self.structure.form is not None:  # nothing but tensors
-            return Situation(self.arguments)
-        return Situation(self.arguments, numbers_in(template), texts(template))
+            return Situation(self.arguments, steps=self.steps_ahead)
+        return Situation(self.arguments, numbers_in(template), texts(template), self.steps_ahead)
 
 
 @dataclass(frozen=True)
@@ -67,18 +69,22 @@ class FollowingBatch:
         tensors: leaves of the batch; None in their place on ranks that do not load.
         number: as of `RunOptions`.
         weight: as of `RunOptions`.
+        at_turn: has the module inside as hooks of the batch's transfer leave it for its turn.
         step: that takes it; None if that is not known.
         sizes: samples of its micro-batches.
         cut: which leaves are cut into samples.
+        numbers: that its step will read, as they are foreseen.
     """
 
     call: StepRequest
     tensors: tuple[Content | None, ...]
     number: int
     weight: float
+    at_turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     step: RankStep | None = None
     sizes: tuple[int, ...] = ()
     cut: tuple[bool, ...] = ()
+    numbers: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

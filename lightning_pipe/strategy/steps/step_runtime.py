@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -177,15 +177,36 @@ class RankStep:
             return f"it decides by numbers of the batch at {guards[0].line}"
         return ""
 
-    def prepare(self, call: StepRequest) -> bool:
+    def prepare(self, call: StepRequest) -> tuple[float, ...]:
         """Take what a call brings besides the tensors of its batch: numbers, or for a replayed step everything.
 
         Returns:
-            Whether there are numbers.
+            The numbers that stages read.
         """
         if numbers := self.capture.begin(call.arguments, call.structure.template):
             self._numbers[: len(numbers)].copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
-        return bool(numbers)
+        return tuple(numbers)
+
+    def foreseen_numbers(self, call: StepRequest) -> tuple[float, ...] | None:
+        """Return the numbers that stages will read for a later batch; None where they cannot be computed now."""
+        try:
+            return tuple(self.capture.numbers(call.situation))
+        except Exception:  # an error of the step belongs to the turn of its batch
+            return None
+
+    def held_numbers(self, numbers: Sequence[float]) -> dict[str, torch.Tensor]:
+        """Return numbers as a buffer that one batch holds; nothing where stages read none."""
+        if not numbers:
+            return {}
+        vector = torch.zeros(MOST_INPUTS, dtype=torch.float64)
+        vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+        return {NUMBERS: vector.to(self._device)}
+
+    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Return the buffers that no stage changes and stages read, each with the number of writes to it so far."""
+        names = self.capture.unwritten_buffers - self._weights.placement.moving.keys()  # which every rank has
+        buffers = {name: self._weights.buffers[name] for name in sorted(names)}
+        return {name: (one, 0 if one.is_inference() else one._version) for name, one in buffers.items()}
 
     def program(
         self,
