@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,19 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Program, Recv, Send, Traffic, VerifiedProgram
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Bucket,
+    Compute,
+    Edge,
+    Joined,
+    Layout,
+    Program,
+    Recv,
+    Send,
+    Traffic,
+    VerifiedProgram,
+)
 from lightning_pipe.core.versions import Pin, PinOlder
 from lightning_pipe.errors import ProgramError
 from lightning_pipe.schedule.formats.text import format_program, parse_program
@@ -83,6 +96,26 @@ def test_what_a_policy_does_not_keep_is_refused() -> None:
         verify_rounds(stash[1:], POLICIES["pipedream"])
     with pytest.raises(ProgramError, match=r'"seam": it leaves .* no round follows'):
         verify_rounds(stash[:3], POLICIES["pipedream"])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_weight_halves_are_joined_only_where_they_read_one_version(name: str) -> None:
+    """One product for all of a batch would read the weights of its first micro-batch; lowering joins what it may."""
+    policy, layout, rounds = POLICIES[name], Layout(((0,), (1,))), list[Program]()
+    for number in range(4):
+        enters = rounds[-1].seam.leaves if rounds and rounds[-1].seam else ()
+        seam = policy.seam(layout, 3, enters=enters, following=(3,) * (3 - number))
+        late, *others = policy.order(layout, seam)
+        line = [replace(x, kind="I") if x.kind == "B" else x for x in late] + [Compute(0, "W", m) for m in range(3)]
+        sizes, traffic = (2,) * (3 + max(seam.leaves)), replace(chain(2), joinable=(0,))
+        rounds.append(lower((tuple(line), *others), layout=layout, sizes=sizes, traffic=traffic, seam=seam, join=3))
+    verify_rounds([verify(program) for program in rounds], policy)
+    halves = [x for x in rounds[1].ranks[0] if isinstance(x, AnyCompute) and x.kind == "W"]
+    all_in_one = {halves[0]: Joined(0, (0, 1, 2))} | dict.fromkeys(halves[1:])
+    line = [y for x in rounds[1].ranks[0] if (y := all_in_one.get(x, x)) is not None]
+    rounds[1] = replace(rounds[1], ranks=(tuple(line), rounds[1].ranks[1]))
+    with pytest.raises(ProgramError, match="reads 0 and 1") if name == "pipedream" else contextlib.nullcontext():
+        verify_rounds([verify(program) for program in rounds], policy)
 
 
 @pytest.mark.parametrize(("stages", "batch"), [(4, 4), (4, 8), (8, 8)])

@@ -8,7 +8,7 @@ together, with micro-batches numbered through. It is an executable specification
     "inputs"    what a compute waits for was received, or computed on its rank, in this round or an earlier one, and
                 nothing is received that no compute takes
     "versions"  F, I and W of a micro-batch read one version of the weights, or those of a batch do on every stage, if
-                the policy promises it; a rank holds no more versions than the policy says
+                the policy promises it; so does a joined W; a rank holds no more versions than the policy says
 
 A version is counted by the steps of the optimizer that its rank has made.
 """
@@ -118,8 +118,11 @@ class _RankWalk:
                     case OwnWork(stage, microbatch):
                         self._choose(instruction, stage, microbatch + first)
                     case AnyCompute():
-                        for half in halves(instruction):
-                            yield self._compute(replace(half, microbatch=half.microbatch + first), flow)
+                        parts = [replace(half, microbatch=half.microbatch + first) for half in halves(instruction)]
+                        reads = [self._compute(part, flow) for part in parts]
+                        if instruction.is_joined and len(versions := {read.version for read in reads}) > 1:
+                            self._refuse("versions", f"{instruction} reads {' and '.join(map(str, sorted(versions)))}")
+                        yield from reads
                     case Step():
                         self.steps += 1
             self._check_live(program)
