@@ -22,7 +22,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from capture.recorders import Again
 from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture.stages import recorded_pieces
+from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.plan import Plan, StagePlan
@@ -266,18 +269,29 @@ def capture_request(case: Case) -> Request:
     return Request(case.module(), "training_step", flatten(case.batch(0))[1], arguments=(0,), samples=SIZE)
 
 
-def fit_case(case: Case) -> tuple[Capture, Split, Sequence[Blocks], Fit]:
-    """Return the executors of a case."""
+def fit_case(case: Case, recorder: Again | None = None) -> tuple[Capture, Split, Sequence[Blocks], Fit]:
+    """Return the executors of a case, whose stages are recorded where there is a recorder."""
     first = replace(case, count=1)
     capture = capture_step(capture_request(first))
     places = tuple(capture.graph.position(at) for at in case.cuts)
     plan = Plan(tuple(StagePlan(at, r) for at, r in zip(("", *case.cuts), case.stages, strict=True)), case.count)
     split = capture.split(places, policies=policies_of(plan, capture.graph, places))
+    if recorder is not None:
+        split = recorded(split, recorder)
     modules = [case.module() for _ in range(case.layout.ranks)]
     fit = fit_of(capture, split, case.layout, modules, case.optimizer, case.policy, case.batch, case.count)
     for executor in fit.executors:
         executor._gradients._piece_bytes = 1 if case.in_parts else executor._gradients._piece_bytes
     return capture, split, modules, replace(fit, in_parts=case.in_parts, join=case.join)
+
+
+def recorded(split: Split, recorder: Again) -> Split:
+    """Return stages whose launches are recorded."""
+    stages = CompiledStages(split, torch.device("cpu"), trials=False, kernels=False, recorder=recorder)
+    for program in split.stages:
+        for kind in ("F", "I", "W"):
+            stages.compile(program.stage, kind, SIZE)
+    return stages.split
 
 
 def noted(modules: Sequence[Blocks], fit: Fit) -> list[list[dict[str, torch.Tensor]]]:
@@ -292,9 +306,9 @@ def noted(modules: Sequence[Blocks], fit: Fit) -> list[list[dict[str, torch.Tens
     return lists
 
 
-def check(case: Case) -> None:
+def check(case: Case, recorder: Again | None = None) -> None:
     """Train a case on executors and by autograd, and compare."""
-    capture, split, modules, fit = fit_case(case)
+    capture, split, modules, fit = fit_case(case, recorder)
     steps = noted(modules, fit)
     stage_of = {name: part.stage for part in split.stages for name in part.parameters.values()}
     losses = fit.run(ROUNDS, dict(case.drains))
@@ -316,6 +330,20 @@ def close(found: torch.Tensor | None, wanted: torch.Tensor | None, name: str) ->
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9, msg=lambda text: f"{name}: {text}")
 
 
+PLAIN = Case(
+    policy="pipedream",
+    kinds=("skip", "dropout", "norm"),
+    embeds=True,
+    ties=False,
+    stages=((0,), (1,)),
+    cuts=("blocks.1",),
+    count=2,
+    adam=True,
+    rate=0.02,
+    in_parts=False,
+    join=1,
+    drains=(),
+)
 FAST = {"pipedream": (34, 47), "2bw": (24, 46), "stale": (3, 31), "deep": (34, 37)}  # three stages or more, few T
 SEEDS = [
     pytest.param(policy, seed, marks=() if seed in FAST.get(policy, (0, 1)) else pytest.mark.slow)
@@ -333,6 +361,28 @@ def test_a_random_module_trains_with_the_weights_that_its_stages_read(policy: st
     except Exception as error:
         error.add_note(str(case))
         raise
+
+
+@pytest.mark.parametrize("policy", ["stale", "deep"])  # others also copy the parameters that they pin
+def test_recorded_stages_read_in_place_what_waits_for_a_backward(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds use numbers of micro-batches again while others of these numbers are in flight."""
+    copied: list[int] = []
+    copy_each = recorded_pieces.copy_each
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copied.append(len(sources))
+        copy_each(targets, sources)
+
+    monkeypatch.setattr(recorded_pieces, "copy_each", counted)
+    kinds, cuts = ("wide", "wide", "norm"), ("blocks.1", "blocks.2")
+    case = replace(PLAIN, policy=policy, kinds=kinds, cuts=cuts, stages=((0,), (1,), (2,)), count=1)
+    totals = []
+    for drains in ((), tuple((t, False) for t in range(ROUNDS))):
+        copied.clear()
+        check(replace(case, drains=drains), Again())
+        totals.append(sum(copied))
+    ahead, flushed = totals
+    assert ahead < 1.08 * flushed, "more are recorded, once each"
 
 
 class Fitted(Blocks):
@@ -362,20 +412,6 @@ def fitted(case: Case, folder: Path, options: dict[str, Any]) -> tuple[list[floa
     return losses.losses, {**module.state_dict()}
 
 
-PLAIN = Case(
-    policy="pipedream",
-    kinds=("skip", "dropout", "norm"),
-    embeds=True,
-    ties=False,
-    stages=((0,), (1,)),
-    cuts=("blocks.1",),
-    count=2,
-    adam=True,
-    rate=0.02,
-    in_parts=False,
-    join=1,
-    drains=(),
-)
 SHARED = replace(PLAIN, policy="2bw", kinds=("wide", "again", "skip"), ties=True, stages=((0, 1), (2,)))
 
 
