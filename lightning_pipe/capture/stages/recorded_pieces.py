@@ -60,8 +60,7 @@ class Slots:
             if slot is None:
                 slot = Slot(self.recorder.device)
                 self._slots.append(slot)
-            if slot.owner is not None:
-                self._of.pop(slot.owner, None)
+            self._of = {other: its for other, its in self._of.items() if its is not slot}
             self._of[microbatch] = slot
         else:
             slot = self._of.get(microbatch)
