@@ -39,6 +39,7 @@ class WeightPolicy:
             nothing.
         live: the most versions that a rank holds at once, by how far it is ahead and the micro-batches of a batch.
         within_batch: whether forwards are ahead by one batch at most.
+        scratch: copies of its parameters that a rank makes for computes to read, beside versions.
     """
 
     depth: Callable[[int], int]
@@ -46,6 +47,7 @@ class WeightPolicy:
     promise: Promise = ""
     live: Callable[[int, int], int] = lambda ahead, batch: 1
     within_batch: bool = False
+    scratch: int = 0
 
     def ahead(self, layout: Layout, batch: int) -> tuple[int, ...]:
         """Return by stage how many micro-batches forwards are ahead of backwards."""
@@ -65,6 +67,18 @@ class WeightPolicy:
         enters = enters or (0,) * len(layout.stages)
         return seam_of(self.ahead(layout, batch), batch=batch, enters=enters, following=known, work=self.work)
 
+    def middle(self, layout: Layout, sizes: tuple[int, ...]) -> tuple[Seam, tuple[int, ...]]:
+        """Return the seam of a round in the middle of many, and the samples of its micro-batches.
+
+        Args:
+            layout: one stage per rank, with any replicas.
+            sizes: samples of the micro-batches of a batch; all batches are alike.
+        """
+        ahead = self.ahead(layout, len(sizes))
+        batches = 1 + -(-max(ahead) // len(sizes))
+        seam = self.seam(layout, len(sizes), enters=ahead, following=(len(sizes),) * (batches - 1))
+        return seam, (sizes * batches)[: seam.batch + max(seam.leaves)]
+
     def order(self, layout: Layout, seam: Seam) -> Order:
         """Return the order of a round."""
         return rolling(layout, seam, self.ahead(layout, seam.batch))
@@ -79,5 +93,5 @@ POLICIES = {
     "2bw": WeightPolicy(
         lambda behind: behind, ("PIN", "PINOLDER"), "batch", live=lambda ahead, batch: 2, within_batch=True
     ),
-    "spectrain": WeightPolicy(lambda behind: behind, ("PREDICT", "PREDICTBACK")),
+    "spectrain": WeightPolicy(lambda behind: behind, ("PREDICT", "PREDICTBACK"), scratch=1),
 }
