@@ -94,6 +94,11 @@ class Problem:
         versions = self.constraints.versions
         return POLICIES[versions] if self.training and versions != "sync" else None
 
+    @property
+    def copies(self) -> int:
+        """Return how many copies of its trained parameters a rank holds, if its forwards run ahead by one at least."""
+        return 0 if self.policy is None else self.policy.live(1, 1) - 1 + self.policy.scratch
+
     @cached_property
     def tables(self) -> GraphArrays:
         """Return the graph as arrays."""

@@ -10,13 +10,14 @@ simulated (`planner.evaluation.symmetry`).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import CopyingOrder, Layout, VerifiedProgram
+from lightning_pipe.core.program import Compute, ComputeKind, CopyingOrder, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import StagePolicy
 from lightning_pipe.cost.prices import PlanPrices, Pricer
@@ -45,6 +46,7 @@ from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulat
 from lightning_pipe.simulator.ahead import ends, steady_step
 
 _ORDERS = 2  # that are tried of one plan
+_HALVES: tuple[ComputeKind, ...] = ("F", "I", "W")
 _WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
 
 _IDLE = 1e9  # times as long: a plan in which a rank has nothing to do comes behind all others that fit
@@ -147,6 +149,23 @@ class Judge:
         if self._problem.training and needs_times(plan):
             return self._ordered(plan, cuts, sizes)
         return self._simulated(plan, cuts, sizes, folds=folds)
+
+    def busiest_s(self, plan: Plan) -> float:
+        """Return the seconds for which the busiest rank computes and steps: no step or round of a plan is shorter.
+
+        Raises:
+            PlanError: as of `judge`.
+        """
+        prices = self._priced(plan, resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks))
+        sizes = microbatch_sizes(self._problem.samples, plan.microbatches)
+        seconds = [prices.step_s(rank) for rank in range(plan.layout.ranks)]
+        for stage, ranks in enumerate(plan.layout.stages):
+            for replica, rank in enumerate(ranks):
+                shares = Counter(len(plan.layout.samples(stage, replica, m, size)) for m, size in enumerate(sizes))
+                for samples, count in shares.items():
+                    halves = [prices.compute_s(Compute(stage, kind, 0), rank, samples) for kind in _HALVES]
+                    seconds[rank] += count * sum(halves) if samples else 0.0
+        return max(seconds)
 
     def retimed(self, judged: Judged) -> Timeline:
         """Return when the program of a plan runs that was judged by other costs."""
