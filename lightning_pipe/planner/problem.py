@@ -110,11 +110,16 @@ class Problem:
         found = position_seconds(self.graph, self.profile, self.graph.samples, tables=self.tables)
         return tuple(forward + backward for forward, backward in found)
 
+    def with_versions(self, versions: str) -> Problem:
+        """Return the same problem with another policy of weight versions."""
+        return replace(self, constraints=replace(self.constraints, versions=versions))
+
     @property
     def waiting(self) -> Problem:
         """Return the problem of ranks that wait for each other after every batch."""
         optimizer = replace(self.profile.optimizer, takes_back=False)
-        return replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+        problem = replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+        return problem.with_versions("sync")
 
     def check_samples(self, microbatches: int) -> None:
         """Check that every one of so many micro-batches has a sample.

@@ -54,6 +54,16 @@ class WeightPolicy:
         depths = [self.depth(behind) for behind in reversed(range(len(layout.stages)))]
         return tuple(min(depth, batch) if self.within_batch else depth for depth in depths)
 
+    def delays(self, layout: Layout, batch: int) -> tuple[int, ...]:
+        """Return by stage how many updates the weights that F reads are older, at most, than those that are updated.
+
+        Args:
+            layout: one stage per rank, with any replicas.
+            batch: micro-batches of a batch.
+        """
+        delays = [-(-ahead // batch) for ahead in self.ahead(layout, batch)]
+        return (max(delays),) * len(delays) if self.promise == "batch" else tuple(delays)
+
     def seam(self, layout: Layout, batch: int, *, enters: Sequence[int] = (), following: Sequence[int] = ()) -> Seam:
         """Return the seam of a round.
 

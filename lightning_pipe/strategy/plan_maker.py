@@ -178,8 +178,8 @@ class PlanMaker:
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
             if problem.cluster.ranks > 1 and captured.capture.can_run_ahead:  # a step that is replayed is flushed
-                versions = replace(problem.constraints, versions=self._config.versions)
-                problem = replace(problem, constraints=versions, steps_together=self._steps_together)
+                problem = replace(problem, steps_together=self._steps_together)
+                problem = problem.with_versions(self._config.versions)
             if captured.capture.whole:  # replicas share no samples, so they take turns
                 problem = replace(problem, graph=replace(graph, coupled=tuple(node.name for node in graph.nodes)))
             try:

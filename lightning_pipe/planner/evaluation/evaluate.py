@@ -97,6 +97,11 @@ class Judged:
         peaks = {rank: self.curves[rank].peak_total_bytes for rank in set(self.representatives)}
         return tuple(peaks[rank] for rank in self.representatives)
 
+    @property
+    def version_bytes(self) -> tuple[int, ...]:
+        """Return what every rank holds of versions of the weights beside the present one."""
+        return tuple(self.prices.state_parts(rank).versions for rank in self.representatives)
+
     def overflow(self, cluster: Cluster) -> int:
         """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
         return max(peak - cluster.device(rank).memory_bytes for rank, peak in enumerate(self.peak_bytes))

@@ -7,15 +7,21 @@ no part of a plan: the same plan file runs with any policy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import Layout, Traffic, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, Layout, Traffic, VerifiedProgram
 from lightning_pipe.core.versions import PinOlder
 from lightning_pipe.cost.versions import StageVersions
 from lightning_pipe.errors import PlanError
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
+from lightning_pipe.units import format_bytes
+
+VersionsRead: TypeAlias = dict[tuple[int, AnyCompute], str]  # by rank and compute
 
 
 def middle_round(policy: WeightPolicy, layout: Layout, *, sizes: tuple[int, ...], traffic: Traffic) -> VerifiedProgram:
@@ -29,6 +35,61 @@ def middle_round(policy: WeightPolicy, layout: Layout, *, sizes: tuple[int, ...]
     """
     seam, known = policy.middle(layout, sizes)
     return verify(lower(policy.order(layout, seam), layout=layout, sizes=known, traffic=traffic, seam=seam))
+
+
+def all_rounds(
+    policy: WeightPolicy, layout: Layout, *, sizes: tuple[int, ...], traffic: Traffic, batches: int
+) -> list[VerifiedProgram]:
+    """Return the rounds of some equal batches, from an empty pipeline to an empty one; arguments as `middle_round`."""
+    rounds, enters = list[VerifiedProgram](), tuple[int, ...]()
+    for left in reversed(range(batches)):
+        seam = policy.seam(layout, len(sizes), enters=enters, following=(len(sizes),) * left)
+        known = (sizes * batches)[: seam.batch + max(seam.leaves)]
+        order = policy.order(layout, seam)
+        rounds.append(verify(lower(order, layout=layout, sizes=known, traffic=traffic, seam=seam)))
+        enters = seam.leaves
+    return rounds
+
+
+def versions_read(rounds: Sequence[VerifiedProgram], policy: WeightPolicy, first: int, last: int) -> VersionsRead:
+    """Return which version every compute of some rounds reads, counted from the oldest that one of them reads.
+
+    Args:
+        rounds: from an empty pipeline to an empty one.
+        policy: that they follow.
+        first, last: rounds whose computes are meant; micro-batches are numbered from those of the first.
+    """
+    batch = rounds[0].batch
+    reads = [read for read in verify_rounds(rounds, policy) if first <= read.round <= last]
+    oldest = min(read.version.steps for read in reads)
+    return {
+        (read.rank, replace(read.compute, microbatch=read.compute.microbatch - first * batch)): str(
+            read.version._replace(steps=read.version.steps - oldest)
+        )
+        for read in reads
+    }
+
+
+def versions_sentence(versions: str, plan: Plan, extra_bytes: Sequence[int]) -> str:
+    """Return what a policy of weight versions changes of the training, and what it holds.
+
+    Args:
+        versions: the policy's name.
+        plan: the plan.
+        extra_bytes: of each rank, what versions and predictions hold.
+    """
+    policy, layout, count = POLICIES[versions], plan.layout, plan.microbatches
+    lives = [policy.live(ahead, count) for ahead in policy.ahead(layout, count)]
+    return (
+        f"versions={versions!r} trains otherwise than one device: gradients are "
+        f"{_by_stage(policy.delays(layout, count))} updates late by stage, and ranks hold {_by_stage(lives)} versions "
+        f"of the weights, at most {format_bytes(max(extra_bytes))} more."
+    )
+
+
+def _by_stage(numbers: Sequence[int]) -> str:
+    """Return the numbers of the stages; where all are equal, the number."""
+    return "-".join(map(str, numbers)) if len(set(numbers)) > 1 else str(numbers[0])
 
 
 def stage_versions(policy: WeightPolicy, layout: Layout, microbatches: int) -> tuple[StageVersions, ...]:

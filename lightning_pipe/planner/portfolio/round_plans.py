@@ -16,6 +16,7 @@ Work is bounded by counts. Legend: an outline's value is the seconds of its busi
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -31,9 +32,12 @@ from lightning_pipe.planner.memory.settle import fitted
 from lightning_pipe.planner.portfolio.auto import Planner, shifted
 from lightning_pipe.planner.problem import Problem
 
+log = logging.getLogger(__name__)
+
 _WALKED = 300_000  # instructions that the judge may walk through, about twenty microseconds each
 _LEAST_JUDGED = 2  # outlines that are judged however large they are
 _ROUNDS = 8  # that are simulated of each
+_MUCH = 0.8  # of the seconds of the best plan
 
 
 def round_plans(problem: Problem, planners: Mapping[str, Planner], *, searches: bool) -> list[Judged]:
@@ -70,6 +74,7 @@ def round_plans(problem: Problem, planners: Mapping[str, Planner], *, searches: 
                 f"{', '.join(planners)} proposes none. Use planner='auto', or versions='sync'."
             )
         )
+    search.warn_of_refused()
     return sorted(search.judged.values(), key=lambda judged: judged.rank(problem.cluster))
 
 
@@ -95,6 +100,7 @@ class _RoundSearch:
         self.judged: dict[Candidate, Judged] = {}
         self._problem, self._judge, self._refused = problem, Judge(problem), refused
         self._left = float(_WALKED)
+        self._quickest_s = float("inf")  # of what cannot run in rounds, at best
 
     def balanced(self, layouts: Iterable[Ranks]) -> Iterator[Candidate]:
         """Yield outlines of layouts whose stages are about equally long."""
@@ -116,13 +122,15 @@ class _RoundSearch:
 
     def improve(self) -> None:
         """Go on from the best plan to better ones near it."""
-        here: Candidate | None = None
-        while self.judged and here != (here := min(self.judged, key=self._rank)) and self._left > 0:
+        is_moving = bool(self.judged)
+        while is_moving and self._left > 0:
+            here, is_moving = min(self.judged, key=self._rank), False
             for outline in self._near(here):
                 if outline in self.judged or self._left <= 0 or self._value(outline) >= self._best_s():
                     continue
                 self._add(outline)
                 if outline in self.judged and self._rank(outline) < self._rank(here):
+                    is_moving = True
                     break
 
     def _near(self, outline: Candidate) -> Iterator[Candidate]:
@@ -141,6 +149,12 @@ class _RoundSearch:
             self.judged[outline] = fitted(self._problem, outline, judge=self._judge, best_s=self._best_s())
         except PlanError as error:
             self._refused.append(error)
+            self._quickest_s = min(self._quickest_s, self._value(outline))
+
+    def warn_of_refused(self) -> None:
+        """Say why plans were left out that may be much quicker than the best."""
+        if self._quickest_s < _MUCH * self._best_s():
+            log.warning("Plans that may be quicker were left out: %s", self._refused[-1])
 
     def _value(self, outline: Candidate) -> float:
         return self._judge.busiest_s(outline.plan(self._problem))
