@@ -239,7 +239,12 @@ class DappleConfig:
         schedule = "1f1b" if self.warmup is not None or is_ahead else self.schedule
         policies = EXECUTED - {"offload"} if is_ahead else EXECUTED
         constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
-        return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
+        return replace(
+            constraints,
+            stages_per_device=self.stages_per_device,
+            shard_optimizer=self._sharding,
+            versions=self.versions,
+        )
 
     @property
     def cuts_as_told(self) -> bool:

@@ -49,7 +49,7 @@ class Versions:
         """Let F, I and W of a micro-batch read the weights of now, or those before the last update."""
         stage = self._stages[work.stage]
         now = stage.parameters_now()
-        stage.pin(work.microbatch, self._older.get(work.stage, now) if older else now)
+        stage.pin(work.microbatch, now | self._older.get(work.stage, {}) if older else now)
 
     def predict(self, work: OwnWork, kind: str) -> None:
         """Let F, or I and W, of a micro-batch read predicted weights."""
@@ -64,7 +64,7 @@ class Versions:
             self._older.clear()
             return
         for number, stage in self._stages.items():
-            now = stage.parameters_now()
+            now = {name: x for name, x in stage.parameters_now().items() if x.requires_grad}  # others do not change
             readers = stage.readers_of(now)
             wanted = set(now) if self._keeps_older else set().union(*readers.values())
             self._older.pop(number, None)

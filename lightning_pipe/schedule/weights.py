@@ -39,6 +39,7 @@ class WeightPolicy:
             nothing.
         live: the most versions that a rank holds at once, by how far it is ahead and the micro-batches of a batch.
         within_batch: whether forwards are ahead by one batch at most.
+        scratch: copies of its parameters that a rank makes for computes to read, beside versions.
     """
 
     depth: Callable[[int], int]
@@ -46,11 +47,22 @@ class WeightPolicy:
     promise: Promise = ""
     live: Callable[[int, int], int] = lambda ahead, batch: 1
     within_batch: bool = False
+    scratch: int = 0
 
     def ahead(self, layout: Layout, batch: int) -> tuple[int, ...]:
         """Return by stage how many micro-batches forwards are ahead of backwards."""
         depths = [self.depth(behind) for behind in reversed(range(len(layout.stages)))]
         return tuple(min(depth, batch) if self.within_batch else depth for depth in depths)
+
+    def delays(self, layout: Layout, batch: int) -> tuple[int, ...]:
+        """Return by stage how many updates the weights that F reads are older, at most, than those that are updated.
+
+        Args:
+            layout: one stage per rank, with any replicas.
+            batch: micro-batches of a batch.
+        """
+        delays = [-(-ahead // batch) for ahead in self.ahead(layout, batch)]
+        return (max(delays),) * len(delays) if self.promise == "batch" else tuple(delays)
 
     def seam(self, layout: Layout, batch: int, *, enters: Sequence[int] = (), following: Sequence[int] = ()) -> Seam:
         """Return the seam of a round.
@@ -64,6 +76,18 @@ class WeightPolicy:
         known = sum(following[:1] if self.within_batch else following)
         enters = enters or (0,) * len(layout.stages)
         return seam_of(self.ahead(layout, batch), batch=batch, enters=enters, following=known, work=self.work)
+
+    def middle(self, layout: Layout, sizes: tuple[int, ...]) -> tuple[Seam, tuple[int, ...]]:
+        """Return the seam of a round in the middle of many, and the samples of its micro-batches.
+
+        Args:
+            layout: one stage per rank, with any replicas.
+            sizes: samples of the micro-batches of a batch; all batches are alike.
+        """
+        ahead = self.ahead(layout, len(sizes))
+        batches = 1 + -(-max(ahead) // len(sizes))
+        seam = self.seam(layout, len(sizes), enters=ahead, following=(len(sizes),) * (batches - 1))
+        return seam, (sizes * batches)[: seam.batch + max(seam.leaves)]
 
     def order(self, layout: Layout, seam: Seam) -> Order:
         """Return the order of a round."""
@@ -79,5 +103,5 @@ POLICIES = {
     "2bw": WeightPolicy(
         lambda behind: behind, ("PIN", "PINOLDER"), "batch", live=lambda ahead, batch: 2, within_batch=True
     ),
-    "spectrain": WeightPolicy(lambda behind: behind, ("PREDICT", "PREDICTBACK")),
+    "spectrain": WeightPolicy(lambda behind: behind, ("PREDICT", "PREDICTBACK"), scratch=1),
 }
