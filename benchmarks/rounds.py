@@ -103,9 +103,9 @@ class Case:
             enters = seam.leaves
             yield known[seam]
 
-    def simulated(self, policy: str) -> float:
+    def simulated(self, policy: str, *, clips: bool) -> float:
         """Return the simulated seconds of a round in the middle of many."""
-        return period([*self.programs(policy, 2 * self.p + 3)][self.p + 1], self.prices)
+        return period([*self.programs(policy, 2 * self.p + 3)][self.p + 1], self.prices, together=clips)
 
 
 def measure(case: Case, rounds: int) -> dict[tuple[str, bool], list[float]]:
@@ -155,7 +155,7 @@ def rows(case: Case, rounds: int) -> Iterator[tuple[str, ...]]:
     for (policy, clips), median_s in slowest.items():
         of_all = sorted(s for rank in ranks for s in rank[policy, clips])
         spread = [of_all[len(of_all) // 10], of_all[-1 - len(of_all) // 10]]
-        simulated = f"{case.simulated(policy) / case.unit:.1f}" if not clips else ""
+        simulated = f"{case.simulated(policy, clips=clips) / case.unit:.1f}"
         yield (
             *(str(case.p), policy, "norm" if clips else "", simulated, f"{median_s / case.unit:.2f}"),
             f"{median_s / case.work:.3f}",

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from lightning_pipe.core.prices import Cards, Prices
 from lightning_pipe.core.program import AnyCompute, Recv, Step, VerifiedProgram
-from lightning_pipe.core.timeline import Timeline
+from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.simulator.simulate import Use, simulate
 
 _ROUNDS = 8  # steps after which they are even enough; of rounds, as many more as there are ranks
@@ -104,6 +104,31 @@ def steady_step(
         if number and max(lasted) - min(lasted) <= _EVEN * (max(stepped) - max(last)):
             break
     return replace(timeline, since=max(last))
+
+
+def with_entering(timeline: Timeline, program: VerifiedProgram) -> Timeline:
+    """Return an even round as it is recorded: with the receives that it takes, in the place of those that it posts.
+
+    Args:
+        timeline: of a round in the middle of many (`steady_step`).
+        program: of the round; what it posts for later ones comes, a period earlier, from the rounds before.
+    """
+    seam = program.seam
+    if seam is None:
+        return timeline
+    lasts_s = max(ends(timeline)) - timeline.since
+
+    def taken(event: Event) -> Event:
+        if not isinstance(receive := event.instruction, Recv) or receive.message.direction == "B":
+            return event
+        message, rounds = receive.message, 0
+        while not seam.runs(message.target, "F", message.microbatch - rounds * seam.batch):
+            rounds += 1
+        message = replace(message, microbatch=message.microbatch - rounds * seam.batch)
+        earlier_s = rounds * lasts_s
+        return Event(event.rank, replace(receive, message=message), event.start - earlier_s, event.end - earlier_s)
+
+    return replace(timeline, events=tuple(map(taken, timeline.events)))
 
 
 def period(program: VerifiedProgram, prices: Prices, *, together: bool = False) -> float:

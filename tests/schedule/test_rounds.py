@@ -25,13 +25,14 @@ from lightning_pipe.core.program import (
 )
 from lightning_pipe.core.versions import Pin, PinOlder
 from lightning_pipe.errors import ProgramError
+from lightning_pipe.report.account import accounts
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 from lightning_pipe.simulator import UnitPrices
-from lightning_pipe.simulator.ahead import period
+from lightning_pipe.simulator.ahead import period, steady_step, with_entering
 from lightning_pipe.simulator.memory import memory_curves
 from lightning_pipe.simulator.simulate import simulate
 from schedule.rounds_interpreter import Broken, run
@@ -132,6 +133,21 @@ def test_messages_that_take_long_are_waited_for_across_rounds() -> None:
     """As long as a message takes, a rank waits for it in the round that takes it, not in the one that receives it."""
     slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "deep")}
     assert slow["pipedream"] == pytest.approx(18) and slow["deep"] < 13
+
+
+@pytest.mark.parametrize("latency", [0.25, 1.5])
+@pytest.mark.parametrize(("name", "batch"), [("pipedream", 4), ("deep", 4), ("pipedream", 1)])
+def test_a_simulated_round_is_accounted_as_a_recorded_one(name: str, batch: int, latency: float) -> None:
+    """It has the receives that its computes take, and no time that nothing explains."""
+    program, prices = middle(POLICIES[name], 4, batch), UnitPrices(latency=latency)
+    timeline = with_entering(steady_step(program, prices), program)
+    receives = {e.instruction.message for e in timeline.events if isinstance(e.instruction, Recv)}
+    for source, target in ((0, 1), (1, 2), (2, 3)):
+        taken = {m.microbatch for m in receives if (m.source, m.target) == (source, target)}
+        assert taken == {m for m in range(len(program.sizes)) if program.runs(target, "F", m)}
+    for account in accounts(timeline):
+        overhead = sum(gap.overhead for gap in account.gaps if not gap.first)  # its rank was in the round before
+        assert overhead == pytest.approx(0, abs=1e-9)
 
 
 def _mutant(program: Program, draw: random.Random) -> Program:

@@ -203,7 +203,7 @@ def test_plans_that_cannot_run_ahead_are_refused(
 
 
 @pytest.mark.parametrize(
-    "other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}, {"report": "report.html"}]
+    "other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}, {"cuda_graphs": True}]
 )
 def test_options_that_rounds_do_not_have_are_refused(other: dict[str, Any]) -> None:
     """Before anything starts."""

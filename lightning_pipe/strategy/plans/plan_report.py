@@ -22,7 +22,7 @@ from lightning_pipe.lightning_names import pl, rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.planner.comparison.pages import page_of
 from lightning_pipe.planner.evaluation.evaluate import Judged, predicted_round
-from lightning_pipe.planner.evaluation.rounds import versions_sentence
+from lightning_pipe.planner.evaluation.rounds import VersionsRead, all_rounds, versions_read, versions_sentence
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
@@ -42,6 +42,7 @@ from lightning_pipe.report import (
 )
 from lightning_pipe.schedule.registry import planned_join
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+from lightning_pipe.simulator.ahead import with_entering
 from lightning_pipe.strategy.plans.planning import Planned
 from lightning_pipe.strategy.plans.recording import Recorded
 from lightning_pipe.units import format_bytes, format_seconds, format_share
@@ -169,6 +170,7 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     else:
         predicted = predicted_round(program, prices, problem)
     curves = memory_curves(predicted, program=program, prices=prices)
+    predicted = with_entering(predicted, program)
     expected = [RankPeak(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
     comparison = compare(
         predicted,
@@ -269,7 +271,7 @@ def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findin
             "matplotlib is not installed, so the report has no pictures: pip install 'lightning-pipe[plots]'."
         )
     else:
-        _write_plots(folder, shown)
+        _write_plots(folder, shown, _versions_read(planned, recorded))
 
 
 def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
@@ -288,8 +290,18 @@ def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
     )
 
 
-def _write_plots(folder: Path, page: Page) -> None:
-    """Draw what the page draws."""
+def _versions_read(planned: Planned, recorded: Recorded) -> VersionsRead:
+    """Return which version of the weights every compute of the recorded round reads; {} without versions."""
+    policy, program = planned.problem.policy, recorded.program
+    if policy is None or not program.is_ahead:
+        return {}
+    sizes, filling = program.sizes[: program.batch], -(-len(program.sizes) // program.batch)
+    rounds = all_rounds(policy, program.layout, sizes=sizes, traffic=program.traffic, batches=3 * filling)
+    return versions_read(rounds, policy, filling, filling)
+
+
+def _write_plots(folder: Path, page: Page, read: VersionsRead) -> None:
+    """Draw what the page draws, and which versions of the weights are read."""
     assert page.measured is not None, "a run was recorded"
-    plot_timeline(page.measured, folder / "timeline.png", predicted=page.predicted)
+    plot_timeline(page.measured, folder / "timeline.png", predicted=page.predicted, notes=read)
     plot_stacks(page.memory, folder / "memory.png")
