@@ -87,8 +87,11 @@ def test_memory_is_kept_with_versions() -> None:
     assert sync < double
     between = problem(8, memory=double - 1, **STRAIGHT)
     assert propose(between, "auto")[0].overflow(between.cluster) <= 0
-    with pytest.raises(PlanError, match="No plan fits into memory"):
-        propose(between.with_versions("2bw"), "auto")
+    tight = between.with_versions("2bw")
+    for policies in ((), ("recompute", "offload")):  # what is saved is too little to help
+        asked = replace(tight, constraints=replace(tight.constraints, memory_policies=frozenset(policies)))
+        with pytest.raises(PlanError, match="No plan fits into memory"):
+            propose(asked, "auto")
 
 
 def test_what_has_no_rounds_is_refused() -> None:
