@@ -81,9 +81,9 @@ def versions_sentence(versions: str, plan: Plan, extra_bytes: Sequence[int]) -> 
     policy, layout, count = POLICIES[versions], plan.layout, plan.microbatches
     lives = [policy.live(ahead, count) for ahead in policy.ahead(layout, count)]
     return (
-        f"versions={versions!r} trains otherwise than one device: gradients are "
-        f"{_by_stage(policy.delays(layout, count))} updates late by stage, and ranks hold {_by_stage(lives)} versions "
-        f"of the weights, at most {format_bytes(max(extra_bytes))} more."
+        f"versions={versions!r} is not the training of one device: gradients are late by up to "
+        f"{_by_stage(policy.delays(layout, count))} updates, and a rank holds {_by_stage(lives)} versions of the "
+        f"weights ({format_bytes(max(extra_bytes))} more at most)."
     )
 
 

@@ -65,14 +65,13 @@ def round_plans(problem: Problem, planners: Mapping[str, Planner], *, searches: 
     search.judge_best(dict.fromkeys(pipelines))
     if searches:
         search.improve()
+    if not search.judged and refused:
+        raise refused[0]
     if not search.judged:
-        raise (
-            refused[0]
-            if refused
-            else PlanError(
-                f"versions={problem.constraints.versions!r} asks for a pipeline of at least two stages, and "
-                f"{', '.join(planners)} proposes none. Use planner='auto', or versions='sync'."
-            )
+        raise PlanError(
+            f"versions={problem.constraints.versions!r} asks for a pipeline of at least two stages, but the layout, or "
+            f"{', '.join(planners)}, leaves nothing but data parallel training, in which nothing waits for the next "
+            "batch. Set a layout such as layout='1-1', or planner='auto', or versions='sync'."
         )
     search.warn_of_refused()
     return sorted(search.judged.values(), key=lambda judged: judged.rank(problem.cluster))
