@@ -229,15 +229,14 @@ class DappleConfig:
     def _check_versions(self) -> None:
         """Refuse options that rounds, whose forwards run ahead of their batch, do not have."""
         others = {"post_validation": self.post_validation, "warmup": self.warmup, "cuda_graphs": self.cuda_graphs}
-        others |= {"report": self.report, "trace": self.trace}  # beside a prediction of steps that are flushed
         others["schedule"] = self.schedule not in (None, "1f1b")
         others["stages_per_device"] = self.stages_per_device not in (None, 1)
         others["shard_optimizer"] = self.shard_optimizer == "on" and POLICIES[self.versions].is_corrected
         if idle := [f"{name}={getattr(self, name)!r}" for name, is_set in others.items() if is_set]:
             raise ConfigError(
                 f"found versions={self.versions!r} and {', '.join(idle)}; forwards of the next batch run ahead with "
-                "schedule='1f1b', one stage per rank and no CUDA graphs, and their first steps are not compared with a "
-                "prediction. Remove one of them."
+                "schedule='1f1b', one stage per rank and no CUDA graphs, which nobody has run so on a GPU. Remove one "
+                "of them."
             )
 
     @property
@@ -290,7 +289,12 @@ class DappleConfig:
         if is_ahead and POLICIES[self.versions].reads_twice:  # which would compute other activations again
             policies -= {"recompute"}
         constraints = Constraints(self.microbatches, self.replicas, schedule, self.warmup, memory_policies=policies)
-        return replace(constraints, stages_per_device=self.stages_per_device, shard_optimizer=self._sharding)
+        return replace(
+            constraints,
+            stages_per_device=self.stages_per_device,
+            shard_optimizer=self._sharding,
+            versions=self.versions,
+        )
 
     @property
     def cuts_as_told(self) -> bool:

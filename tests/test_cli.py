@@ -33,6 +33,7 @@ from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES, propose
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.profiles.published import load_published
+from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.units import format_bytes, format_seconds
 
 PROFILE = "".join(
@@ -335,6 +336,20 @@ def test_planners_are_compared_in_one_table_and_say_why_they_have_no_plan(run):
     assert "1.000" in auto and "1-1" in auto and "1-1" in uniform
     assert re.search(r"dapple( +-){7} +planner='dapple'", dapple), "it decides the layout itself"
     assert float(re.findall(r"\d\.\d{3}", uniform)[0]) >= 1, "auto is never slower"
+
+
+def test_policies_of_weight_versions_are_compared_with_a_flush(run, here):
+    """A row for each, with delays and versions by stage; plans are made with versions and name none."""
+    told = run("compare", *CHAIN, "ranks=2", "layout=1-1", "microbatches=2", "versions=all")
+    rows = {name: re.search(rf"^  {name} .*", told, re.MULTILINE)[0] for name in ("sync", *POLICIES)}
+    assert "1.000" in rows["sync"] and re.search(r"1 1 +2 2", rows["2bw"]) and re.search(r"1 0 +2 1", rows["pipedream"])
+    told = run("plan", *CHAIN, "ranks=2", "layout=1-1", "versions=2bw")
+    assert "is not the training of one device: gradients are late by up to 1 updates" in told
+    assert "versions" not in (here / "plan.yaml").read_text()
+    assert "is not the training" in run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml", "versions=2bw")
+    options = [*CHAIN, "ranks=2", "versions=all", "warmup=pa"]
+    with pytest.raises(ConfigError, match="versions='all' and warmup"):
+        read_options(COMMANDS["compare"][0], options)
 
 
 def test_the_old_name_of_activation_policies_is_read_and_noted_once(caplog):

@@ -15,6 +15,7 @@ from lightning_pipe.errors import ConfigError
 from lightning_pipe.report import draw
 from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.schedule.formats.torch_csv import read_csv
+from lightning_pipe.schedule.weights import POLICIES
 
 
 @pytest.fixture
@@ -71,6 +72,17 @@ def test_a_single_schedule_is_drawn_with_its_options_and_a_row_per_device(told):
     text = told("schedule=1f1b", "devices=3", "microbatches=5", "options={warmup: pb}")
     assert draw(run(Row("1f1b", 3, 5, options={"warmup": "pb"}))) in text
     assert [cells(text, str(rank))[-2] for rank in range(3)] == ["5", "3", "1"]
+
+
+def test_two_rounds_are_drawn_with_the_version_that_every_pass_reads(told):
+    """Simulated 24 against 30; in 2BW the batch that begins ahead reads one version, that of its first forward."""
+    text = told("versions=2bw", "devices=4", "microbatches=8")
+    assert "2bw: 24 s a round, 27 s with clipping by norm, 30 s with a flush" in text
+    assert "updates behind, by device: 1 1 1 1; versions of the weights: 2 2 2 2" in text
+    first, last = (re.search(rf"^{rank} \| (.*)$", text, re.MULTILINE)[1].split() for rank in (0, 3))
+    assert first[3:6] == ["F3/0", "I0/0", "W0/0"] and "F8/1" in first and "I8/1" in first
+    assert last[0] == "F0/0" and "F8/1" in last and last[-1] == "W15/1"
+    assert told("versions=all").count("with clipping") == len(POLICIES)
 
 
 def test_all_are_drawn_if_asked_for(told):

@@ -18,7 +18,8 @@ from lightning_pipe.cli.options import (
     WishedOptions,
 )
 from lightning_pipe.cli.problem import overhead_sentence, problem_of
-from lightning_pipe.cli.tables import Attempt, attempts_table, rank_table
+from lightning_pipe.cli.rounds import notes_of
+from lightning_pipe.cli.tables import Attempt, attempts_table, policies_table, rank_table
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
@@ -61,8 +62,12 @@ def run_plan(options: PlanOptions, width: int) -> Iterator[str]:
 
 
 def run_compare(options: CompareOptions, width: int) -> Iterator[str]:
-    """Let planners plan, and yield their plans side by side."""
+    """Let planners plan, or one of them for several policies of weight versions, and yield their plans side by side."""
     problem = problem_of(options)
+    if options.policies:
+        yield policies_table(problem, _by_policy(problem, options), width=width)
+        yield _costs(problem, options, width)
+        return
     attempts = [_attempt(problem, planner) for planner in dict.fromkeys(options.planners)]
     yield attempts_table(attempts, problem.samples, width=width)
     yield _costs(problem, options, width)
@@ -142,6 +147,11 @@ def _attempt(problem: Problem, planner: str) -> Attempt:
     return Attempt(planner, time.perf_counter() - started, found)
 
 
+def _by_policy(problem: Problem, options: CompareOptions) -> dict[str, Judged | str]:
+    names = ("sync", *options.policies)
+    return {name: _attempt(problem.with_versions(name), options.planner).found for name in names}
+
+
 def _tables(judged: Judged, problem: Problem, width: int) -> Iterator[str]:
     yield stages_table(judged, problem, width=width)
     yield rank_table(judged, problem, width=width)
@@ -203,7 +213,7 @@ def _drawn(options: Drawn, judged: Judged, problem: Problem) -> Iterator[str]:
             picture = Path(options.draw)
             memory = picture.with_name(f"{picture.stem}_memory.png")
             limits = {rank: problem.cluster.device(rank).memory_bytes for rank in curves}
-            plot_timeline(judged.timeline, picture, title="predicted")
+            plot_timeline(judged.timeline, picture, title="predicted", notes=notes_of(judged))
             plot_memory(curves, memory, limits=limits, title="predicted")
             yield f"Drew {picture} and {memory}."
         if options.trace is not None:

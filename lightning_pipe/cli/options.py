@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -29,6 +29,7 @@ from lightning_pipe.foreign_names import OLD_NAMES, OldName, expected_names, set
 from lightning_pipe.planner.problem import Constraints, MemoryPolicy
 from lightning_pipe.planner.registry import PLANNER_NAMES
 from lightning_pipe.profiles.published import ADAM_STATE
+from lightning_pipe.schedule.weights import POLICIES
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class StepOptions:
     samples: int | None = option(
         None, "samples per optimizer step, over all ranks; default: those of the batch or profile"
     )
+    unlike_strategy: ClassVar[frozenset[str]] = frozenset()  # names that mean something else there
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -109,13 +111,14 @@ class StepOptions:
     @property
     def config(self) -> DappleConfig:
         """Return the options that the strategy has too, checked as it checks them."""
-        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name in DappleConfig.__dataclass_fields__}
+        known = DappleConfig.__dataclass_fields__.keys() - self.unlike_strategy
+        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name in known}
         return read_config({name: value for name, value in shared.items() if value is not None})
 
     @property
     def constraints(self) -> Constraints:
         """Return what a plan must keep to."""
-        return Constraints()
+        return Constraints(versions=self.config.versions)
 
 
 # those of the Trainer that the strategy runs, except 64
@@ -184,6 +187,11 @@ class Drawn(Protocol):
         """Return the trace to write."""
 
 
+_VERSIONS = "policy of weight versions: sync flushes the pipeline after every batch; see docs/weights.md"
+_POLICIES = (
+    "instead of planners: policies of weight versions, side by side with a pipeline that is flushed: all, or some of "
+    + ", ".join(POLICIES)
+)
 _PLANNER = "planner: one of " + ", ".join(PLANNER_NAMES)
 _DRAW = "PNG file for the timeline; FILE_memory.png beside it shows memory"
 _TRACE = "file for the timeline; open it at https://ui.perfetto.dev"
@@ -194,6 +202,7 @@ class PlanOptions(WishedOptions):
     """Make a plan, compare it with its alternatives, and write it to a file."""
 
     planner: str = option("auto", _PLANNER)
+    versions: str = option("sync", _VERSIONS)
     out: str | None = option("plan.yaml", "file for the plan; null writes none")
     draw: str | None = option(None, _DRAW)
     trace: str | None = option(None, _TRACE)
@@ -211,12 +220,43 @@ class CompareOptions(WishedOptions):
         tuple(name for name in PLANNER_NAMES if name != "exhaustive"),
         "planners: some of " + ", ".join(PLANNER_NAMES),
     )
+    versions: Any = field(default=None, metadata={"meaning": _POLICIES})
+    unlike_strategy: ClassVar[frozenset[str]] = frozenset(("versions",))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_names("planners", self.planners, PLANNER_NAMES)
         if not self.planners:
             raise ConfigError(f"found planners=[]; expected some of {', '.join(PLANNER_NAMES)}")
+        check_names("versions", self.policies, tuple(POLICIES))
+        defaults = {f.name: f.default for f in fields(CompareOptions)}
+        others = ("planners", "warmup", "post_validation", "schedule", "stages_per_device")
+        changed = [name for name in others if getattr(self, name) != defaults[name]]
+        if changed == ["planners"] and len(self.planners) == 1:
+            changed = []
+        if self.policies and changed:
+            raise ConfigError(
+                f"found versions={self.versions!r} and {', '.join(changed)}; policies are compared by the plans of one "
+                "planner, in 1f1b. Remove these, or name one planner."
+            )
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the policies of weight versions that are compared."""
+        match self.versions:
+            case None:
+                return ()
+            case "all":
+                return tuple(POLICIES)
+            case str() as name:
+                return (name,)
+            case names:
+                return tuple(map(str, names))
+
+    @property
+    def planner(self) -> str:
+        """Return who plans where policies are compared."""
+        return self.planners[0] if len(self.planners) == 1 else "auto"
 
 
 @dataclass(frozen=True)
@@ -224,6 +264,7 @@ class SimulateOptions(StepOptions):
     """Predict time, bubble and memory of a given plan, rank by rank."""
 
     plan: str | None = option(None, "file of the plan")
+    versions: str = option("sync", _VERSIONS)
     draw: str | None = option(None, _DRAW)
     trace: str | None = option(None, _TRACE)
 
@@ -240,6 +281,7 @@ class ExplainOptions(WishedOptions):
 
     plan: str | None = option(None, "file of the plan; null lets the planner make one")
     planner: str = option("auto", _PLANNER)
+    versions: str = option("sync", _VERSIONS)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_pipe.cli.options import CompareOptions, PlanOptions, PrecisionName, WishedOptions, options_of
 from lightning_pipe.cli.problem import problem_of
@@ -33,6 +33,8 @@ from lightning_pipe.schedule.registry import ScheduleName
 
 if TYPE_CHECKING:
     from lightning_pipe.lightning_names import pl
+
+Wished = TypeVar("Wished", bound=WishedOptions)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def plan(
     """
     given = {**options, "planner": planner, "cluster": cluster, "ranks": ranks, "samples": samples, "out": None}
     given |= {"schedule": schedule, "precision": precision, "costs": costs, "shard_optimizer": shard_optimizer}
-    problem = _problem(PlanOptions, model, batch, given)
+    _, problem = _problem(PlanOptions, model, batch, given)
     best, *others = propose(problem, planner)
     return PlannedStep(problem, best, tuple(others))
 
@@ -153,6 +155,9 @@ def compare(
 ) -> dict[str, PlannedStep | PipeError]:
     """Let several planners plan the same step; return the plan of each, or why it has none, by planner.
 
+    With `versions="all"`, or names of policies of weight versions, one planner plans for each of them and for `sync`:
+    the result is by policy.
+
     Args:
         model: as for `plan`.
         planners: who plans; by default all but "exhaustive".
@@ -168,18 +173,22 @@ def compare(
     """
     given = {**options, "schedule": schedule, "precision": precision, "costs": costs}
     given |= {"shard_optimizer": shard_optimizer} | ({} if planners is None else {"planners": tuple(planners)})
-    problem, found = _problem(CompareOptions, model, batch, given), dict[str, PlannedStep | PipeError]()
-    for name in planners or PLANNER_NAMES[:-1]:
+    wanted, problem = _problem(CompareOptions, model, batch, given)
+    found = dict[str, PlannedStep | PipeError]()
+    asked: list[tuple[str, str, Problem]] = [(name, name, problem) for name in planners or PLANNER_NAMES[:-1]]
+    if wanted.policies:
+        asked = [(name, wanted.planner, problem.with_versions(name)) for name in ("sync", *wanted.policies)]
+    for name, planner, one in asked:
         try:
-            best, *others = propose(problem, name)
-            found[name] = PlannedStep(problem, best, tuple(others))
+            best, *others = propose(one, planner)
+            found[name] = PlannedStep(one, best, tuple(others))
         except PipeError as error:
             found[name] = error
     return found
 
 
-def _problem(kind: type[WishedOptions], model: Any, batch: Any, options: dict[str, Any]) -> Problem:
-    """Return the problem of a model, or of what the options name."""
+def _problem(kind: type[Wished], model: Any, batch: Any, options: dict[str, Any]) -> tuple[Wished, Problem]:
+    """Return the checked options, and the problem of a model, or of what the options name."""
     for name, value in options.items():
         if isinstance(value, PathLike):
             options[name] = fspath(value)
@@ -189,7 +198,7 @@ def _problem(kind: type[WishedOptions], model: Any, batch: Any, options: dict[st
     name = model if is_named else getattr(model, "__qualname__", type(model).__name__)
     found = options_of(kind, {**options, "model": name})
     if is_named:
-        return problem_of(found, batch=batch)
+        return found, problem_of(found, batch=batch)
     if not callable(model):  # as a module is
         raise ConfigError(f"found model={model!r}; expected a LightningModule, a function that returns one, or a name")
-    return problem_of(found, model=model, batch=batch)
+    return found, problem_of(found, model=model, batch=batch)

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lightning_pipe.cli.options import check_names, option
+from lightning_pipe.cli.rounds import drawn_rounds
 from lightning_pipe.core.program import Layout, Order, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import ConfigError, PipeError
@@ -38,6 +39,7 @@ from lightning_pipe.schedule.formats.torch_csv import (
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import join_of
 from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.simulator import UnitPrices, memory_curves, period, simulate
 from lightning_pipe.units import counted_noun, format_share
 
@@ -76,6 +78,9 @@ class SchedulesOptions:
     draw: bool = option(False, "whether all are drawn")
     csv: str | None = option(None, "file for the single schedule, as torch.distributed.pipelining reads it")
     communication: bool = option(False, "whether this file has sends and receives too")
+    versions: str | None = option(
+        None, "instead of schedules: policy of weight versions, of which two rounds are drawn; or all"
+    )
 
     def __post_init__(self) -> None:
         for name in ("devices", "microbatches", "stages_per_device"):
@@ -86,6 +91,15 @@ class SchedulesOptions:
             if not 0 <= seconds < math.inf or (name == "forward" and not seconds):
                 raise ConfigError(f"found {name}={seconds:g}; expected seconds, and more than 0 for forward")
         self._check_schedule()
+        if self.versions is not None:
+            check_names("versions", (self.versions,), (*POLICIES, "all"))
+            if idle := self._changed("schedule", "stages_per_device", "draw", "fused"):
+                raise ConfigError(
+                    f"found versions={self.versions} and {', '.join(idle)}; rounds run 1f1b on one stage per device, "
+                    "and are drawn. Remove these."
+                )
+            if self.devices < 2:
+                raise ConfigError(f"found devices={self.devices}; expected at least 2, as rounds are of pipelines")
 
     def _check_schedule(self) -> None:
         """Refuse an unknown schedule, and options that have no effect with this one, or with all."""
@@ -233,7 +247,12 @@ def _times(layout: Layout, prices: UnitPrices) -> ChainTimes:
 
 
 def run_schedules(options: SchedulesOptions, width: int) -> Iterator[str]:
-    """Yield a table of all schedules, and their drawings where they are wanted; or those of a single one."""
+    """Yield a table of all schedules, and their drawings where they are wanted; those of a single one; or rounds."""
+    if options.versions is not None:
+        layout = Layout(tuple((device,) for device in range(options.devices)))
+        for name in POLICIES if options.versions == "all" else (options.versions,):
+            yield drawn_rounds(name, layout, options.microbatches, _prices(layout, options))
+        return
     if options.schedule is not None:
         single = shown(options.schedule, options)
         yield _summary({single.name: single}, width)

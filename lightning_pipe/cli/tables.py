@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
-from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.rounds import versions_sentence
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of, wrapped
+from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.units import format_bytes, format_seconds, format_share, numbers_text
 
 _NO_LIMIT = 1 << 60  # bytes, more than any device has: nominal ones
@@ -55,7 +57,11 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
         rows.setdefault(cells, []).append(rank)
     for figures, ranks in rows.items():
         table.add_row(numbers_text(ranks), *figures)
-    return f"{wrapped(headline, width)}\n\n{text_of(table, width)}"
+    lines = [wrapped(headline, width)]
+    if judged.policy is not None:
+        sentence = versions_sentence(problem.constraints.versions, judged.plan, judged.version_bytes)
+        lines.append(wrapped(sentence, width))
+    return "\n\n".join([*lines, text_of(table, width)])
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,61 @@ class Attempt:
     planner: str
     seconds: float
     found: Judged | str
+
+
+_OF_POLICIES = (
+    "step",
+    "of sync",
+    "clipped\nby norm",
+    "with\na flush",
+    "updates behind\nby stage",
+    "versions\nby stage",
+    "peak\nmemory",
+    "ranks\nper stage",
+    "micro-\nbatches",
+)
+
+
+def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width: int) -> str:
+    """Return policies of weight versions side by side, each with its plan.
+
+    Args:
+        problem: what is planned, for a pipeline that is flushed.
+        found: of each policy, `sync` first, its plan, or why there is none.
+        width: of the table.
+    """
+    table = Table(box=box.SIMPLE, title=f"{problem.samples} samples per step", title_justify="left")
+    table.add_column("versions", no_wrap=True)
+    for heading in _OF_POLICIES:
+        table.add_column(heading, justify="right", overflow="fold")
+    if any(isinstance(judged, str) for judged in found.values()):
+        table.add_column("no plan because", overflow="fold", ratio=1)
+    for name, judged in found.items():
+        if isinstance(judged, str):
+            table.add_row(name, *("-",) * len(_OF_POLICIES), escape(judged))
+            continue
+        sync, policy, layout = found["sync"], judged.policy, judged.plan.layout
+        delays = lives = "-"
+        clipped_s = flushed_s = judged.step_s
+        if policy is not None:
+            count = judged.plan.microbatches
+            delays = " ".join(map(str, delays_of(policy, len(layout.stages), count)))
+            lives = " ".join(map(str, policy.lives(layout, count)))
+            clipped_s = judge(judged.plan, replace(problem.with_versions(name), steps_together=True)).step_s
+            flushed_s = judge(judged.plan, problem).step_s
+        table.add_row(
+            name,
+            format_seconds(judged.step_s),
+            f"{judged.step_s / sync.step_s:.3f}" if isinstance(sync, Judged) else "-",
+            format_seconds(clipped_s),
+            format_seconds(flushed_s),
+            delays,
+            lives,
+            format_bytes(max(judged.peak_bytes)),
+            judged.plan.layout_text,
+            str(judged.plan.microbatches),
+        )
+    return text_of(table, width)
 
 
 _HEADINGS = ("bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")

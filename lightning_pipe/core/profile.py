@@ -26,6 +26,7 @@ class OptimizerProfile:
             implementations that step all at once do).
         workspace_per_largest_byte: the same, per byte of the largest of them (as those that step one by one do).
         takes_back: whether the last step can be taken back: parameters, state and gradients before it are kept too.
+        copy_s_per_byte: seconds per byte of copying parameters, as weight versions are copied before a step.
     """
 
     seconds_per_byte: float = 0.0
@@ -35,6 +36,7 @@ class OptimizerProfile:
     workspace_per_byte: float = 0.0
     workspace_per_largest_byte: float = 0.0
     takes_back: bool = False
+    copy_s_per_byte: float = 0.0
 
     @property
     def held_bytes_per_byte(self) -> float:

@@ -439,6 +439,11 @@ class Program:
         """Return the number of micro-batches whose backwards the program runs (or forwards, without training)."""
         return len(self.sizes) if self.seam is None else self.seam.batch
 
+    @property
+    def is_ahead(self) -> bool:
+        """Return whether forwards of later batches run in it."""
+        return self.seam is not None and any(self.seam.leaves)
+
     def runs(self, stage: int, kind: ComputeKind, microbatch: int) -> bool:
         """Return whether a compute belongs to the program, if its rank has samples of the micro-batch."""
         return self.seam is None or self.seam.runs(stage, kind, microbatch)

@@ -291,3 +291,4 @@ class StateBytes(NamedTuple):
     gradients: int
     optimizer: int
     buffers: int
+    versions: int = 0  # of the weights, beside the present one (`cost.versions`)

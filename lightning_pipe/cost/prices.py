@@ -6,7 +6,8 @@
     compute     (sum of the profiled seconds of its operations + seconds of a call) / the device's speed
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
-    step        `cost.optimizer`; where holders share optimizer state, of what a rank steps, then `cost.comm`
+    step        `cost.optimizer`; where holders share optimizer state, of what a rank steps, then `cost.comm`; before it
+                copies of weights (`cost.versions`)
     own work    `cost.own_work`; copies by the link between a device and its host, beside all else
     joined W    as W on the samples of all its micro-batches: one call, and the profiled seconds at (or beyond) them
     bytes       `cost.memory`; every rank holds all buffers
@@ -39,6 +40,7 @@ from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_works
 from lightning_pipe.cost.own_work import own_work_bytes, own_work_s
 from lightning_pipe.cost.stage import Cutter, StageWork
 from lightning_pipe.cost.sums import Piece, made_after, pieces_of
+from lightning_pipe.cost.versions import StageVersions, VersionBytes, version_bytes
 from lightning_pipe.errors import PlanError
 
 Card: TypeAlias = tuple[str, int]  # direction, host
@@ -129,10 +131,16 @@ class Pricer:
         return self._traffic[key]
 
     def price(
-        self, cuts: Sequence[int], layout: Layout, policies: Sequence[StagePolicy] = (), *, sharded: bool = False
+        self,
+        cuts: Sequence[int],
+        layout: Layout,
+        policies: Sequence[StagePolicy] = (),
+        *,
+        sharded: bool = False,
+        versions: Sequence[StageVersions] = (),
     ) -> PlanPrices:
-        """Return the prices of one cut in one layout; `policies` as in `works`, `sharded` as in `PlanPrices`."""
-        return PlanPrices(self, cuts, layout, policies, sharded=sharded)
+        """Return the prices of one cut in one layout; the arguments are those of `PlanPrices`."""
+        return PlanPrices(self, cuts, layout, policies, sharded=sharded, versions=versions)
 
 
 class PlanPrices:
@@ -144,6 +152,7 @@ class PlanPrices:
         layout: ranks of each stage.
         policies: what each stage does not keep; () if all keep everything.
         sharded: whether holders of the same parameters share their optimizer state (`core.sharding`).
+        versions: versions of the weights of each stage; () for the present one alone.
 
     Attributes:
         works: what every stage runs and holds.
@@ -158,8 +167,9 @@ class PlanPrices:
         policies: Sequence[StagePolicy] = (),
         *,
         sharded: bool = False,
+        versions: Sequence[StageVersions] = (),
     ) -> None:
-        self._sharded = sharded
+        self._sharded, self._versions = sharded, tuple(versions)
         self.works = pricer.works(cuts, policies)
         self._cuts, self._policies = tuple(cuts), tuple(policies) or (KEEP,) * len(self.works)
         leaving = [r.offloaded.intersection(work.saved) for work, r in zip(self.works, self._policies, strict=True)]
@@ -273,7 +283,16 @@ class PlanPrices:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
         speed = self._cluster.device(rank).speed
         stepping_s = step_s(self._profile.optimizer, self._parameters.stepped(rank), speed=speed)
+        for versions in self.version_bytes(rank):
+            stepping_s += versions.step_s(self._profile.optimizer, speed=speed)
         return stepping_s + (self._gather_s(rank) if self._sharded else 0.0)
+
+    def version_bytes(self, rank: int) -> list[VersionBytes]:
+        """Return what a rank holds of the weights of each of its stages beside the parameters."""
+        graph, trained = self._pricer.graph, self._parameters.trained(rank)
+        stages = zip(self.works, self._versions, self.layout.stages, strict=False)
+        held = [(work, versions) for work, versions, ranks in stages if rank in ranks]
+        return [version_bytes(work, versions, graph=graph, trained=trained) for work, versions in held]
 
     def step_bytes(self, rank: int) -> int:
         """Return the bytes that the optimizer step of a rank needs beside its state, and after it the gathering."""
@@ -285,6 +304,12 @@ class PlanPrices:
         """Return the seconds of an all-gather of shared parameters: half an all-reduce, its second phase."""
         shared = self._parameters.shared(rank).items()
         return sum(all_reduce_s(self._cluster, ranks, count=sum(sizes)) / 2 for ranks, sizes in shared)
+
+    @property
+    def tied(self) -> list[str]:
+        """Return the parameters that several stages train."""
+        shared = (bucket for bucket in self.traffic.buckets if len(bucket.stages) > 1)
+        return [name for bucket in shared for name in self._parameters.of_bucket(bucket)]
 
     @property
     def shares_state(self) -> bool:
@@ -362,6 +387,7 @@ class PlanPrices:
             gradients=sum(self._parameters.trained(rank).values()),
             optimizer=optimizer_state_bytes(self._profile.optimizer, self._parameters.stepped(rank)),
             buffers=sum(self._pricer.graph.buffer_bytes.values()),
+            versions=sum(versions.copies + versions.scratch for versions in self.version_bytes(rank)),
         )
 
     def memory(self, stage: int) -> StageMemory:

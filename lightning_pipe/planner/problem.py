@@ -13,6 +13,7 @@ from lightning_pipe.cost.counted import counted
 from lightning_pipe.cost.stage import position_seconds
 from lightning_pipe.cost.tables import GraphArrays
 from lightning_pipe.errors import PlanError
+from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
 
 MemoryPolicy = Literal["recompute", "offload"]
 Sharding = Literal["auto", "on", "off"]
@@ -37,6 +38,8 @@ class Constraints:
             these open.
         shard_optimizer: whether holders of the same parameters share their optimizer state; "auto" where a plan does
             not fit into memory without.
+        versions: policy of weight versions (`schedule.weights.POLICIES`); "sync" for a pipeline that is flushed after
+            every batch. It changes what is trained, so no plan says it and no planner chooses it.
     """
 
     microbatches: int | None = None
@@ -48,6 +51,7 @@ class Constraints:
     stages_per_device: int | None = None
     order: tuple[str, ...] = ()
     shard_optimizer: Sharding = "off"
+    versions: str = "sync"
 
 
 ANYTHING = Constraints()
@@ -68,6 +72,8 @@ class Problem:
         tokens: of a sample, for what is reported only, as the next two; 0 if it is not known.
         module: class of the module, or the profile in its place.
         parameters: number of its parameters; 0 if it is not known.
+        steps_together: whether no rank steps before all have their gradients, as clipping by norm asks for, although
+            forwards run ahead.
     """
 
     graph: Graph
@@ -80,6 +86,18 @@ class Problem:
     tokens: int = 0
     module: str = ""
     parameters: int = 0
+    steps_together: bool = False
+
+    @property
+    def policy(self) -> WeightPolicy | None:
+        """Return the policy of weight versions; None for a pipeline that is flushed, and without training."""
+        versions = self.constraints.versions
+        return POLICIES[versions] if self.training and versions != "sync" else None
+
+    @property
+    def copies(self) -> int:
+        """Return how many copies of its trained parameters a rank holds, if its forwards run ahead by one at least."""
+        return 0 if self.policy is None else self.policy.live(1, 1) - 1 - self.policy.predicted + self.policy.scratch
 
     @cached_property
     def tables(self) -> GraphArrays:
@@ -92,11 +110,16 @@ class Problem:
         found = position_seconds(self.graph, self.profile, self.graph.samples, tables=self.tables)
         return tuple(forward + backward for forward, backward in found)
 
+    def with_versions(self, versions: str) -> Problem:
+        """Return the same problem with another policy of weight versions."""
+        return replace(self, constraints=replace(self.constraints, versions=versions))
+
     @property
     def waiting(self) -> Problem:
         """Return the problem of ranks that wait for each other after every batch."""
         optimizer = replace(self.profile.optimizer, takes_back=False)
-        return replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+        problem = replace(self, profile=replace(self.profile, optimizer=optimizer), runs_ahead=False)
+        return problem.with_versions("sync")
 
     def check_samples(self, microbatches: int) -> None:
         """Check that every one of so many micro-batches has a sample.

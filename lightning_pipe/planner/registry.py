@@ -17,6 +17,7 @@ from lightning_pipe.planner.memory.least_memory import LeastMemory
 from lightning_pipe.planner.memory.settle import check_fits, settle
 from lightning_pipe.planner.portfolio.auto import Planner, auto
 from lightning_pipe.planner.portfolio.exhaustive import exhaustive
+from lightning_pipe.planner.portfolio.round_plans import round_plans
 from lightning_pipe.planner.portfolio.schedule_candidates import (
     OUTLINED,
     ScheduleCandidates,
@@ -79,6 +80,8 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
 
 def _proposed(problem: Problem, planner: str) -> list[Judged]:
     """Return the plans of outlines, of drafts, or of both, as the constraints ask for."""
+    if problem.policy is not None:
+        return _in_rounds(problem, planner)
     judge = Judge(problem)
     if problem.constraints.order:
         return [judge.judge(ScheduleCandidates(problem).given().plan(problem))]
@@ -99,6 +102,25 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     if planner == "auto" and problem.training and constraints.schedule is None and constraints.warmup is None:
         found = sorted([*found, *judged_drafts(problem, found, judge=judge)], key=lambda one: one.rank(problem.cluster))
     return found
+
+
+def _in_rounds(problem: Problem, planner: str) -> list[Judged]:
+    """Return plans of pipelines that are never flushed."""
+    constraints = problem.constraints
+    asked = replace(constraints, memory_policies=constraints.memory_policies - {"offload"})
+    problem = replace(problem, constraints=replace(asked, schedule=constraints.schedule or "1f1b"))
+    match planner:
+        case "auto" if constraints.replicas is not None:
+            return round_plans(problem, {"uniform": uniform}, searches=True)
+        case "auto":
+            return round_plans(problem, PLANNERS, searches=True)
+        case "exhaustive":
+            raise PlanError(
+                f"planner='exhaustive' looks for pipelines that are flushed, but versions={constraints.versions!r} is "
+                "set. Use planner='auto', or versions='sync'."
+            )
+        case _:
+            return round_plans(problem, {planner: PLANNERS[planner]}, searches=False)
 
 
 def _outlined(problem: Problem, planner: str) -> list[Judged]:

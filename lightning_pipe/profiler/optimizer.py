@@ -5,7 +5,7 @@
 from three sets of parameters: a single tiny one, many tiny ones, and a sample of forms like the user's, as large ones
 take longer per byte (what a step makes in between no longer fits the caches). The bytes of state per byte of parameters
 are those that the sample has after some steps. The user's optimizer is only read: its class, the options of its first
-group, and the forms of its parameters.
+group, and the forms of its parameters. Beside steps the sample is copied, as weight versions are before a step.
 
 Left out: options that differ between groups, and what a step does every so many steps only.
 """
@@ -18,7 +18,7 @@ import logging
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -37,6 +37,7 @@ _SQUARE, _WATCHED = 256, (2, 8)  # rows of parameters on which memory is watched
 _SWEPT_BYTES = 64 * 2**20  # more than the caches
 _STEPS = 7
 _WARM_UPS = 2  # the first step makes the state
+_COPIES = 3  # of the sample
 
 
 def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> OptimizerProfile:
@@ -72,6 +73,7 @@ def profile_optimizer(optimizer: Optimizer, *, device: torch.device) -> Optimize
         state_bytes_per_byte=_state_per_byte(sample),
         workspace_per_byte=of_all,
         workspace_per_largest_byte=of_largest,
+        copy_s_per_byte=_copy_s(parameters, device) / sum(p.nbytes for p in parameters),
     )
 
 
@@ -112,18 +114,30 @@ def _step(like: Optimizer, shapes: Sequence[tuple[int, ...]], device: torch.devi
     options = {name: group[name] for name in like.defaults if name in group and name in known}
     optimizer = type(like)(parameters, **options)
     others = torch.empty(_SWEPT_BYTES, dtype=torch.uint8, device=device)
-    seconds = [_timed(optimizer, device, others=others) for _ in range(_WARM_UPS + _STEPS)]
+    seconds = [_timed(optimizer.step, device, others=others) for _ in range(_WARM_UPS + _STEPS)]
     return statistics.median(seconds[_WARM_UPS:]), optimizer
 
 
-def _timed(optimizer: Optimizer, device: torch.device, *, others: torch.Tensor) -> float:
-    """Return the seconds of a step after other memory was used, as it is in training: caches hold none of it."""
+def _timed(run: Callable[[], object], device: torch.device, *, others: torch.Tensor) -> float:
+    """Return the seconds of a step or copy after other memory was used, as in training: caches hold none of it."""
     others.zero_()
     finish_stream(device)
     started = time.perf_counter()
-    optimizer.step()
+    run()
     finish_stream(device)
     return time.perf_counter() - started
+
+
+def _copy_s(parameters: Sequence[torch.Tensor], device: torch.device) -> float:
+    """Return the seconds of copying parameters into memory that is there."""
+    others = torch.empty(_SWEPT_BYTES, dtype=torch.uint8, device=device)
+    copies = [parameter.detach().clone() for parameter in parameters]
+
+    def copy() -> None:
+        for content, parameter in zip(copies, parameters, strict=True):
+            content.copy_(parameter.detach())
+
+    return statistics.median(_timed(copy, device, others=others) for _ in range(_COPIES))
 
 
 def _workspace(like: Optimizer, device: torch.device) -> tuple[float, float]:

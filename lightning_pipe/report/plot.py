@@ -19,7 +19,7 @@ from lightning_pipe.core.program import AnyCompute, Recv, Reduce, Send, Step
 from lightning_pipe.core.timeline import Event, Timeline
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.report.account import flights, run_facts, step_interval
-from lightning_pipe.report.trace import NO_CURVES, Curve, Curves
+from lightning_pipe.report.trace import NO_CURVES, Curve, Curves, Notes
 from lightning_pipe.units import BYTES, SECONDS, format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,14 @@ BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 CAP_IN_SIGHT = 2.0  # a limit is drawn if it is at most so many times the largest peak, else written
 
 
-def plot_timeline(timeline: Timeline, path: str | Path, *, predicted: Timeline | None = None, title: str = "") -> None:
+def plot_timeline(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    predicted: Timeline | None = None,
+    title: str = "",
+    notes: Notes | None = None,
+) -> None:
     """Draw a timeline as one lane per rank, with micro-batch numbers where they fit.
 
     Computes fill the lane; below them sums of gradients are a thin bar, as are copies to the host and back above them,
@@ -68,6 +75,7 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, predicted: Timeline |
         path: PNG file to write; its directory must exist.
         predicted: a simulated timeline to draw above a recorded one, on the same scale.
         title: what it is; makespan and bubble are added.
+        notes: what is written behind micro-batches, such as the version of the weights that is read.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -81,7 +89,7 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, predicted: Timeline |
     scale, unit = _scale(longest, SECONDS, TIME_UNITS)
     for axes, (panel, name) in zip(all_axes, panels, strict=True):
         axes.set_xlim(0, (longest or 1.0) * scale)
-        _draw_lanes(axes, panel, scale)
+        _draw_lanes(axes, panel, scale, notes or {})
         axes.set_title(_heading(panel, title, name), loc="left", fontsize=11, color=INK)
     all_axes[-1].set_xlabel(f"time ({unit})", color=INK)
     _legend(figure, all_axes[-1], [panel for panel, _ in panels])
@@ -156,12 +164,12 @@ def _scale(largest: float, units: Mapping[str, float], names: Sequence[str]) -> 
     return 1 / units[unit], unit
 
 
-def _draw_lanes(axes: Axes, timeline: Timeline, scale: float) -> None:
+def _draw_lanes(axes: Axes, timeline: Timeline, scale: float, notes: Notes) -> None:
     start = step_interval(timeline)[0]
     for lane, rank in enumerate(timeline.ranks):
         axes.axhspan(lane - 0.5, lane + 0.5, color=PALE if lane % 2 else "white", zorder=0)
         events = [event for event in timeline.events if event.rank == rank]
-        bars = list(_bars(events, _stages(timeline, rank), start=start, scale=scale))
+        bars = list(_bars(events, _stages(timeline, rank), start=start, scale=scale, notes=notes))
         bars += [
             _Bar((flight.start - start) * scale, (flight.end - flight.start) * scale, MESSAGE, row="message")
             for flight in flights(timeline)
@@ -190,14 +198,17 @@ class _Bar:
     row: Row = "compute"
 
 
-def _bars(events: Sequence[Event], stages: Sequence[int], *, start: float, scale: float) -> Iterator[_Bar]:
+def _bars(
+    events: Sequence[Event], stages: Sequence[int], *, start: float, scale: float, notes: Notes
+) -> Iterator[_Bar]:
     """Yield what is drawn of the events of one rank, which holds these stages."""
     for event in events:
         left, width = (event.start - start) * scale, (event.end - event.start) * scale
         match event.instruction:
             case AnyCompute() as compute:
                 colour = _paler(COLOURS[compute.kind], stages.index(compute.stage))
-                yield _Bar(left, width, colour, "+".join(map(str, compute.microbatches)))
+                note = f"/{notes[event.rank, compute]}" if (event.rank, compute) in notes else ""
+                yield _Bar(left, width, colour, "+".join(map(str, compute.microbatches)) + note)
             case Step():
                 yield _Bar(left, width, STEP)
             case Reduce():

@@ -27,6 +27,7 @@ from lightning_pipe.report.account import Flight, flights, step_interval
 TraceEvent: TypeAlias = dict[str, str | int | float | dict[str, str] | dict[str, int] | dict[str, int | float]]
 Curve: TypeAlias = Sequence[tuple[float, int]]  # seconds at which an amount changes, bytes from then on
 Curves: TypeAlias = Mapping[int, Curve]  # by rank
+Notes: TypeAlias = Mapping[tuple[int, AnyCompute], str]  # by rank and compute, what is written behind its name
 
 NO_CURVES: Curves = {}
 MICROSECONDS = 1e6  # the trace format counts in microseconds
@@ -179,7 +180,7 @@ def _category(instruction: Instruction) -> tuple[str, str]:
             assert_never(instruction)
 
 
-def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
+def draw(timeline: Timeline, *, unit: float = 1.0, notes: Notes | None = None) -> str:
     """Return the computes of a timeline as text: a line per rank, a column per unit of time.
 
     A column shows what its rank computes at the middle of it: `F0` where it begins, `==` where it goes on, a dot where
@@ -188,24 +189,26 @@ def draw(timeline: Timeline, *, unit: float = 1.0) -> str:
     Args:
         timeline: simulated or recorded times.
         unit: seconds per column.
+        notes: what is written behind computes, such as the version of the weights that they read.
     """
     lines = {rank: timeline.computes(rank) for rank in timeline.ranks}
     starts = [events[0].start for events in lines.values() if events]
     if not starts:
         return ""
     many = any(len({_compute(event).stage for event in events}) > 1 for events in lines.values())
-    cells = {rank: _cells(events, min(starts), unit, many) for rank, events in lines.items()}
+    cells = {rank: _cells(events, min(starts), unit, many, notes or {}) for rank, events in lines.items()}
     width = max((len(cell) for line in cells.values() for cell in line), default=1)
     return "\n".join(f"{rank} | " + " ".join(f"{cell:>{width}}" for cell in line) for rank, line in cells.items())
 
 
-def _cells(events: tuple[Event, ...], origin: float, unit: float, many: bool) -> list[str]:
+def _cells(events: tuple[Event, ...], origin: float, unit: float, many: bool, notes: Notes) -> list[str]:
     cells: list[str] = []
     for event in events:
         first, last = (ceil((time - origin) / unit - MIDDLE) for time in (event.start, event.end))
         if first == last:
             continue  # too short to be seen
         name = str(event.instruction) if many else str(event.instruction)[len(str(_compute(event).stage)) :]
+        name += f"/{note}" if (note := notes.get((event.rank, _compute(event)))) else ""
         cells.extend("." * (first - len(cells)))
         cells.extend([name, *["=" * len(name)] * (last - first - 1)])
     return cells

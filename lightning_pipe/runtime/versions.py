@@ -63,7 +63,7 @@ class Versions:
         """Let F, I and W of a micro-batch read the weights of now, or those before the last update."""
         stage = self._stages[work.stage]
         now = stage.parameters_now()
-        stage.pin(work.microbatch, self._older.get(work.stage, now) if older else now)
+        stage.pin(work.microbatch, now | self._older.get(work.stage, {}) if older else now)
 
     def pin_entry(self, work: OwnWork) -> None:
         """Let F, I and W of a micro-batch read the weights that were current when it entered at stage 0."""
@@ -109,7 +109,7 @@ class Versions:
             self._entries = Entries()
             return
         for number, stage in self._stages.items():
-            now = stage.parameters_now()
+            now = {name: x for name, x in stage.parameters_now().items() if x.requires_grad}  # others do not change
             readers = stage.readers_of(now)
             keeps = self._keeps_older or self._entries.awaits(number)
             wanted = set(now) if keeps else set().union(*readers.values())

@@ -45,6 +45,7 @@ from lightning_pipe.core.program import (
     Send,
     Traffic,
 )
+from lightning_pipe.core.versions import Pin, PinOlder
 
 HALVES: tuple[ComputeKind, ...] = ("I", "W")  # of B
 PRODUCER: dict[Pass, ComputeKind] = {"F": "F", "B": "I"}
@@ -217,8 +218,8 @@ def version_work(program: Program, compute: Compute) -> tuple[OwnWork, ...]:
     if seam is None:
         return ()
     codes = [code for code in seam.work if compute.kind in OWN_WORK[code].effects.before]
-    if "PINOLDER" in codes:
-        codes.remove("PINOLDER" if seam.is_first or compute.microbatch >= seam.batch else "PIN")
+    if PinOlder.code in codes:
+        codes.remove(PinOlder.code if seam.is_first or compute.microbatch >= seam.batch else Pin.code)
     return tuple(OWN_WORK[code](compute.stage, compute.microbatch) for code in codes)
 
 

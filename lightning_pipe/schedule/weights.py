@@ -60,6 +60,7 @@ class WeightPolicy:
         horizons: by stage, number of stages and micro-batches of a batch: how many updates ahead the weights are
             predicted that F reads, and those that I and W read.
         prediction: from the optimizer's state, where it has a velocity ("velocity"), or from the last update.
+        predicted: the most predictions, or corrected weights, that a rank holds at once; they are part of `live`.
         correction: of the "discrepancy" of weights (those that I and W read), or of the "spike" of a late gradient (in
             the optimizer's step), by `runtime.weights.corrections`.
         rate: whether the learning rate of a stage is reduced by its delay, less and less ("annealed").
@@ -72,8 +73,15 @@ class WeightPolicy:
     within_batch: bool = False
     horizons: Callable[[int, int, int], tuple[int, int]] | None = None
     prediction: Form = "velocity"
+    predicted: int = 0
     correction: Corrected = ""
     rate: Rate = ""
+
+    @property
+    def scratch(self) -> int:
+        """Return the copies of its parameters that a rank has beside versions that a step copies."""
+        keeps_difference = self.correction == "discrepancy" or (self.prediction == "difference" and self.predicted > 0)
+        return self.predicted + keeps_difference
 
     @property
     def is_corrected(self) -> bool:
@@ -114,6 +122,11 @@ class WeightPolicy:
         depths = [self.depth(behind) for behind in reversed(range(len(layout.stages)))]
         return tuple(min(depth, batch) if self.within_batch else depth for depth in depths)
 
+    def lives(self, layout: Layout, batch: int) -> tuple[int, ...]:
+        """Return by stage the most versions that a rank holds at once, predictions too."""
+        ahead = self.ahead(layout, batch)
+        return tuple(self.live(ahead[0] if self.keeps_entries else own, batch) for own in ahead)
+
     def seam(self, layout: Layout, batch: int, *, enters: Sequence[int] = (), following: Sequence[int] = ()) -> Seam:
         """Return the seam of a round.
 
@@ -128,6 +141,18 @@ class WeightPolicy:
         seam = seam_of(self.ahead(layout, batch), batch=batch, enters=enters, following=known, work=self.work)
         is_flushed = not any((*seam.enters, *seam.leaves))  # then there is one version, and no delay to predict
         return replace(seam, work=()) if is_flushed else seam
+
+    def middle(self, layout: Layout, sizes: tuple[int, ...]) -> tuple[Seam, tuple[int, ...]]:
+        """Return the seam of a round in the middle of many, and the samples of its micro-batches.
+
+        Args:
+            layout: one stage per rank, with any replicas.
+            sizes: samples of the micro-batches of a batch; all batches are alike.
+        """
+        ahead = self.ahead(layout, len(sizes))
+        batches = 1 + -(-max(ahead) // len(sizes))
+        seam = self.seam(layout, len(sizes), enters=ahead, following=(len(sizes),) * (batches - 1))
+        return seam, (sizes * batches)[: seam.batch + max(seam.leaves)]
 
     def order(self, layout: Layout, seam: Seam) -> Order:
         """Return the order of a round."""
@@ -158,9 +183,9 @@ def _updates(microbatches: int, batch: int) -> int:
 
 _STALE = WeightPolicy(lambda behind: behind)
 _DEEP = WeightPolicy(lambda behind: 2 * behind)
-_PREDICTED = replace(_DEEP, work=("PREDICT",), horizons=until_backward, live=lambda ahead, batch: 2)
+_PREDICTED = replace(_DEEP, work=("PREDICT",), horizons=until_backward, predicted=1, live=lambda ahead, batch: 2)
 _SPECTRAIN = replace(
-    _STALE, work=("PREDICT", "PREDICTBACK"), horizons=until_first_backward, live=lambda ahead, batch: 2
+    _STALE, work=("PREDICT", "PREDICTBACK"), horizons=until_first_backward, predicted=1, live=lambda ahead, batch: 2
 )
 
 POLICIES = {
@@ -178,11 +203,12 @@ POLICIES = {
         live=lambda ahead, batch: 1 + -(-ahead // batch),
     ),
     "spectrain": _SPECTRAIN,
-    "xpipe": replace(_SPECTRAIN, promise="pass", live=lambda ahead, batch: 3),
+    "xpipe": replace(_SPECTRAIN, promise="pass", predicted=2, live=lambda ahead, batch: 3),
     "pipemare": WeightPolicy(
         lambda behind: 2 * behind + 1,
         ("PREDICTBACK",),
         live=lambda ahead, batch: 2,
+        predicted=1,
         correction="discrepancy",
         rate="annealed",
     ),
@@ -212,5 +238,5 @@ class VersionOptions:
     def of(self, policy: WeightPolicy) -> WeightPolicy:
         """Return a policy without what these options switch off."""
         if policy.correction == "discrepancy" and not self.decay:
-            policy = replace(policy, correction="", work=())
+            policy = replace(policy, correction="", predicted=0, work=())
         return replace(policy, rate=policy.rate if self.anneal else "")

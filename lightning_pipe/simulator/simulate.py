@@ -70,6 +70,7 @@ def simulate(
     begins: Sequence[float] | None = None,
     cards: Cards | None = None,
     arrived: Mapping[Use, float] | None = None,
+    together: bool = False,
 ) -> Timeline:
     """Return the time of every instruction of a program.
 
@@ -79,13 +80,14 @@ def simulate(
         program: what runs.
         prices: what it costs.
         begins: when each rank begins, where ranks run ahead (`simulator.ahead`); else all begin and step together.
+        together: whether all step together although they begin each for itself.
         cards: what messages of different edges share; None if nothing.
         arrived: when messages of earlier rounds arrive that this one takes (`simulator.ahead`).
     """
     run = _Run(program, prices, begins or (0.0,) * len(program.ranks), cards)
     run.arrived = arrived or {}
     run.computes_and_messages()
-    run.reductions_and_steps(together=begins is None)
+    run.reductions_and_steps(together=together or begins is None)
     return Timeline(tuple(event for line in run.events for event in sorted(line, key=attrgetter("start"))))
 
 

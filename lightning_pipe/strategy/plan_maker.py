@@ -177,6 +177,9 @@ class PlanMaker:
             nonlocal problem, wanted
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
+            if problem.cluster.ranks > 1 and captured.capture.can_run_ahead:  # a step that is replayed is flushed
+                problem = replace(problem, steps_together=self._steps_together)
+                problem = problem.with_versions(self._config.versions)
             if captured.capture.whole:  # replicas share no samples, so they take turns
                 problem = replace(problem, graph=replace(graph, coupled=tuple(node.name for node in graph.nodes)))
             try:
@@ -398,6 +401,11 @@ class PlanMaker:
         self._preparation.differs = cut is not None and cut.is_told
         self._preparation.harmless = frozenset() if cut is None else cut.harmless
         return cut is not None and cut.is_as_expected
+
+    @property
+    def _steps_together(self) -> bool:
+        """Return whether a step asks for the gradients of all ranks: for their norm, or for the scale of the loss."""
+        return self._clips_by_norm or self._setup.module.trainer.precision == "16-mixed"
 
     @property
     def _clips_by_norm(self) -> bool:

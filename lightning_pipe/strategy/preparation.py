@@ -24,6 +24,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
+from lightning_pipe.planner.evaluation.rounds import refuse_rounds
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.strategy.checks.captured_run import cut_up
@@ -47,7 +48,6 @@ from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
-from lightning_pipe.strategy.steps.rounds import refuse_rounds
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
 from lightning_pipe.strategy.steps.step_capture import RankSetup, StepCapture
 from lightning_pipe.strategy.steps.step_runtime import RankStep, agree, slices

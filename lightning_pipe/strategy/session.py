@@ -39,7 +39,7 @@ from lightning_pipe.lightning_names import (
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.memory import held_to
 from lightning_pipe.runtime.weights.corrections import Correction
-from lightning_pipe.schedule.delays import delays_of
+from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.gradients.clipping import Clipper
 from lightning_pipe.strategy.gradients.gradient_hooks import GradientHooks
@@ -581,7 +581,8 @@ class Session:
         """Say how the first steps went, and log it."""
         recorded = first.tell()
         if recorded is not None and self._log is not None:
-            rates = self._log.take_rates(recorded.graph, sum(recorded.program.sizes))
+            program = recorded.program
+            rates = self._log.take_rates(recorded.graph, sum(program.sizes[: program.batch]))
             memory = [peak.total_bytes for peak in recorded.memory]
             step = self._module.trainer.global_step - 1
             self._log.log_steps(recorded.comparable, memory=memory, rates=rates, step=step)
@@ -782,11 +783,14 @@ def _is_last_batch(trainer: pl.Trainer) -> bool:
 
 
 def _plans_again(config: DappleConfig) -> bool:
-    """Return whether a plan may change for what was measured; not where every run is to do the same to the last bit."""
-    return config.replan and config.plan is None and not torch.are_deterministic_algorithms_enabled()
+    """Return whether a plan may change for what was measured; not where every run is to do the same to the last bit.
+
+    Nor with weight versions: another plan would give up forwards in flight, and the next batch read other weights.
+    """
+    may_differ = config.versions == "sync" and not torch.are_deterministic_algorithms_enabled()
+    return config.replan and config.plan is None and may_differ
 
 
 def _records(config: DappleConfig, *, ranks: int) -> bool:
     """Return whether first steps are recorded: where somebody wants to see them, or a prediction can be checked."""
-    wanted = config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")
-    return wanted and config.versions == "sync"
+    return config.trace is not None or config.report is not None or (ranks > 1 and config.costs == "measured")

@@ -34,6 +34,7 @@ def test_state_is_counted_per_byte_of_parameters(make, state: float):
     assert found.state_bytes_per_byte == state
     assert found.seconds_per_byte + found.seconds_per_tensor + found.fixed_s > 0, "on a busy machine, one may be lost"
     assert min(found.seconds_per_byte, found.seconds_per_tensor, found.fixed_s) >= 0
+    assert 1e-12 < found.copy_s_per_byte < 1e-7
 
 
 def test_of_parameters_larger_than_memory_only_a_small_sample_is_made():

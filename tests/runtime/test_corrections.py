@@ -14,7 +14,7 @@ from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.runtime.weights.corrections import DISCREPANCY, Correction, annealed, spike_factors
-from lightning_pipe.schedule.delays import delays_of
+from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.schedule.weights import POLICIES, VersionOptions
 from models.number_chain import LATE, MOMENTUM, Numbers, late_recursion
 from runtime.test_versions import captured, chain_fit

@@ -1,33 +1,25 @@
-"""Rounds on executors: losses and weights are those of recursions and of autograd that know nothing of programs.
+"""Rounds on executors: losses and weights of a chain of numbers are those of a recursion that knows no programs.
 
-A chain of numbers is compared with the recursion of its policy, modules with autograd that is given, for every
-micro-batch, the weights that its stages read. All ranks run in one thread.
+All ranks run in one thread.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.capture import Capture, Request, capture_step
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.stage_program import Split
-from lightning_pipe.core.plan import Plan, StagePlan
-from lightning_pipe.core.program import Layout, VerifiedProgram
+from lightning_pipe.core.program import Compute, Layout, Order, VerifiedProgram
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.planner.memory.policies import policies_of
-from lightning_pipe.runtime.executor import Executor, run_together
+from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
@@ -37,20 +29,9 @@ from lightning_pipe.runtime.weights.prediction import Prediction
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, VersionOptions
-from models.number_chain import (
-    MOMENTUM,
-    RATE,
-    SIZE,
-    Batch,
-    Drains,
-    Gates,
-    Numbers,
-    numbers,
-    recursion,
-    round_of_forward,
-)
+from models.number_chain import MOMENTUM, RATE, SIZE, Batch, Drains, Gates, Numbers, numbers, recursion
 
-CPU, WIDTH = torch.device("cpu"), 4
+CPU = torch.device("cpu")
 PLAIN = VersionOptions()
 
 
@@ -66,6 +47,8 @@ class Fit:
     batch: Callable[[int], Batch]
     microbatches: int
     options: VersionOptions
+    in_parts: bool = False  # whether parameters step beside sums of the gradients of others
+    join: int = 1  # micro-batches whose W is one
 
     def run(self, rounds: int, drains: Drains) -> list[float]:
         """Train so many batches and return their losses."""
@@ -77,8 +60,9 @@ class Fit:
             seam = policy.seam(layout, self.microbatches, enters=enters, following=following)
             if seam not in programs:
                 sizes = (SIZE,) * (seam.batch + max(seam.leaves))
-                order, traffic = policy.order(layout, seam), self.split.traffic
-                programs[seam] = verify(lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam))
+                order, traffic = with_late_weights(policy.order(layout, seam), self.join), self.split.traffic
+                program = lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam, join=self.join)
+                programs[seam] = verify(program)
             losses.append(self._round(programs[seam], t, rounds))
             if drains.get(t):
                 drive_together([x._exchange.give_up_flight() for x in self.executors])
@@ -87,10 +71,22 @@ class Fit:
             enters = () if t in drains else seam.leaves
         return losses
 
+    def _land(self) -> None:
+        walks = []
+        for executor, step in zip(self.executors, self.steps, strict=True):
+            among = [x for group in step.param_groups for x in group["params"]]
+            walks.append(executor._gradients.land(step.step, among=among))
+        drive_together(walks)
+        for step in self.steps:
+            step.zero_grad()
+
     def _round(self, program: VerifiedProgram, t: int, rounds: int) -> float:
         assert program.seam is not None
         ahead = -(-max(program.seam.leaves) // self.microbatches)
-        outcomes = run_together(self.executors, program, [self._job(t, t + 1 + ahead)] * len(self.executors))
+        job = self._job(t, t + 1 + ahead)
+        outcomes = drive_together([x.walk(program, job, leave_sums=self.in_parts) for x in self.executors])
+        if self.in_parts:
+            self._land()
         pieces = [piece for outcome in outcomes for piece in outcome.results.get(self.loss, ())]
         assert sorted({piece.microbatch for piece in pieces}) == [*range(self.microbatches)]
         return sum(float(piece.content) * len(piece.samples) for piece in pieces) / (SIZE * self.microbatches)
@@ -101,6 +97,25 @@ class Fit:
         count, offsets = self.microbatches, tuple(SIZE * m for m in range(self.microbatches))
         job = BatchInput(self.batch(t), (True, True), offsets, step=t, samples=SIZE * count)
         return replace(job, following=self._job(t + 1, stop))
+
+
+def with_late_weights(order: Order, join: int) -> Order:
+    """Return an order in which so many W follow each other, so that some can be one."""
+    return order if join == 1 else tuple(tuple(_late(line, join)) for line in order)
+
+
+def _late(line: Sequence[Compute], join: int) -> Iterator[Compute]:
+    waiting: list[Compute] = []
+    for number, compute in enumerate(line):
+        if compute.kind != "B":
+            yield compute
+            continue
+        yield replace(compute, kind="I")
+        waiting.append(replace(compute, kind="W"))
+        if len(waiting) == join or number + 1 == len(line):
+            yield from waiting
+            waiting = []
+    yield from waiting
 
 
 def fit_of(
@@ -275,158 +290,6 @@ def test_both_forms_are_one_for_momentum_at_a_constant_rate(
         for policy in ("pb_lwpv", "pb_lwpd")
     )
     assert velocity == pytest.approx(difference, abs=1e-12)
-
-
-class Blocks(pl.LightningModule):
-    """Three blocks; variants have skip connections, batch norm, dropped units, or blocks that are computed again."""
-
-    skips = norm = again = is_oracle = False
-    of_forward: Mapping[nn.Module, nn.Module] = {}  # by layer, the same with the weights that F reads
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.normed = nn.BatchNorm1d(WIDTH) if self.norm else nn.Identity()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        early = torch.tanh(self.normed(self._block(self.first, x)))
-        late = torch.tanh(self._block(self.second, early))
-        return nn.functional.mse_loss(self._block(self.third, late * early if self.skips else late), y)
-
-    def _block(self, linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        if linear in self.of_forward:  # of the values of F, and the derivatives of the weights that the backward reads
-            back = linear(x)
-            return back + (self.of_forward[linear](x) - back).detach()
-        if not self.again:
-            return linear(x)
-        run = lambda value: torch.sigmoid(linear(value)) * 2  # noqa: E731
-        return run(x) if self.is_oracle else checkpoint(run, x, use_reentrant=False)
-
-
-class Skips(Blocks):
-    """What the first block makes is used behind the second, too."""
-
-    skips = True
-
-
-class Normed(Blocks):
-    """Batch norm whose statistics change with every micro-batch."""
-
-    norm = True
-
-
-class Again(Blocks):
-    """Blocks are checkpoints, so that stages recompute."""
-
-    again = True
-
-
-def module_of(kind: type[Blocks]) -> Blocks:
-    """Return a module, the same on every call."""
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def rows(t: int, count: int) -> Batch:
-    """Return a batch of rows."""
-    generator = torch.Generator().manual_seed(t)
-    x, y = (torch.randn(SIZE * count, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    return x, y
-
-
-def by_autograd(
-    kind: type[Blocks],
-    policy: str,
-    count: int,
-    rounds: int,
-    stage_of: dict[str, int],
-    optimizer: Callable[[pl.LightningModule], torch.optim.Optimizer],
-    drains: Drains,
-) -> tuple[list[float], Blocks]:
-    """Train by autograd with, for every micro-batch, the weights that its stages read."""
-    module = module_of(kind)
-    module.is_oracle = True  # a checkpoint would compute again with the weights of the module
-    stages = 1 + max(stage_of.values())
-    ahead = POLICIES[policy].ahead(Layout(tuple((r,) for r in range(stages))), count)
-    step, kept, losses = optimizer(module), list[dict[str, torch.Tensor]](), list[float]()
-
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.m = module
-
-        def forward(self, x: Batch) -> torch.Tensor:
-            return self.m.training_step(x, 0)
-
-    for b in range(rounds):
-        kept.append({name: x.detach().clone() for name, x in module.named_parameters()})
-        total = 0.0
-        for j in range(count):
-            began = {name: round_of_forward(b * count + j, ahead[s], count, drains) for name, s in stage_of.items()}
-            if policy == "2bw":
-                began = dict.fromkeys(stage_of, round_of_forward(b * count, ahead[0], count, drains))
-            if POLICIES[policy].reads_twice:
-                module.of_forward = {}
-                other = copy.deepcopy(module)
-                other.load_state_dict({name: kept[began[name]][name] for name in stage_of}, strict=False)
-                module.of_forward = {getattr(module, x): getattr(other, x) for x in ("first", "second", "third")}
-                began = dict.fromkeys(stage_of, b)
-            read = {name: kept[began[name]][name].clone().requires_grad_() for name in stage_of}
-            x, y = (part[SIZE * j : SIZE * (j + 1)] for part in rows(b, count))
-            given = {**read, **dict(module.named_buffers())}
-            loss = functional_call(Whole(), {f"m.{name}": value for name, value in given.items()}, ((x, y),))
-            total += float(loss.detach()) / count
-            for (name, _), gradient in zip(
-                read.items(), torch.autograd.grad(loss / count, [*read.values()]), strict=True
-            ):
-                parameter = module.get_parameter(name)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        losses.append(total)
-        step.step()
-        step.zero_grad()
-    return losses, module
-
-
-SHAPES = [(((0,), (1,), (2,)), ("second", "third")), (((0, 1), (2,)), ("second",)), (((0,), (1,)), ("third",))]
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [(kind, policy) for kind in (Blocks, Skips, Normed, Again) for policy in ("pipedream", "2bw")]
-    + [(Blocks, "pb"), (Skips, "stale")],
-)
-def test_modules_train_with_the_weights_that_their_stages_read(kind: type[Blocks], policy: str) -> None:
-    """Gradients of every micro-batch are those of autograd, running statistics those of the order of forwards."""
-    draw = random.Random(f"{kind.__name__} {policy}")
-    for _ in range(4):
-        stages, cuts = draw.choice(SHAPES[:1] + SHAPES[2:] if kind is Normed else SHAPES)
-        count = draw.choice([1, 2, 3])
-        rate = draw.choice([0.02, 0.05])
-        sgd = lambda m, rate=rate: torch.optim.SGD(m.parameters(), lr=rate, momentum=0.5)  # noqa: E731
-        adamw = lambda m, rate=rate: torch.optim.AdamW(m.parameters(), lr=rate)  # noqa: E731
-        optimizer = draw.choice([sgd, adamw])
-        drains = {t: draw.random() < 0.5 for t in range(8) if draw.random() < 0.2}
-        layout = Layout(stages)
-        request = Request(module_of(kind), "training_step", flatten(rows(0, 1))[1], arguments=(0,), samples=SIZE)
-        capture = capture_step(request)
-        places = tuple(capture.graph.position(at) for at in cuts)
-        plan = Plan(tuple(StagePlan(at, ranks) for at, ranks in zip(("", *cuts), stages, strict=True)), count)
-        policies = policies_of(plan, capture.graph, places)
-        split = capture.split(places, policies=policies, reads_twice=POLICIES[policy].reads_twice)
-        modules = [module_of(kind) for _ in range(layout.ranks)]
-        fit = fit_of(capture, split, layout, modules, optimizer, policy, lambda t, count=count: rows(t, count), count)
-        losses = fit.run(8, drains)
-        stage_of = {name: part.stage for part in split.stages for name in part.parameters.values()}
-        wanted, module = by_autograd(kind, policy, count, 8, stage_of, optimizer, drains)
-        assert losses == pytest.approx(wanted, abs=1e-9)
-        for name, stage in stage_of.items():
-            for rank in stages[stage]:
-                torch.testing.assert_close(modules[rank].get_parameter(name), module.get_parameter(name))
-        for part in split.stages:
-            for name in part.mutations:
-                found = modules[stages[part.stage][0]].get_buffer(name)
-                torch.testing.assert_close(found, module.get_buffer(name))
 
 
 def test_a_program_that_takes_over_other_forwards_is_refused(

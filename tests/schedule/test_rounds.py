@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Sequence
@@ -10,16 +11,29 @@ from dataclasses import replace
 import pytest
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Bucket, Compute, Edge, Layout, Program, Recv, Send, Traffic, VerifiedProgram
+from lightning_pipe.core.program import (
+    AnyCompute,
+    Bucket,
+    Compute,
+    Edge,
+    Joined,
+    Layout,
+    Program,
+    Recv,
+    Send,
+    Traffic,
+    VerifiedProgram,
+)
 from lightning_pipe.core.versions import Pin, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import ProgramError
+from lightning_pipe.report.account import accounts
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy, until_backward, until_first_backward
 from lightning_pipe.simulator import UnitPrices
-from lightning_pipe.simulator.ahead import period
+from lightning_pipe.simulator.ahead import period, steady_step, with_entering
 from lightning_pipe.simulator.horizons import counted_horizons
 from lightning_pipe.simulator.memory import memory_curves
 from lightning_pipe.simulator.simulate import simulate
@@ -90,6 +104,26 @@ def test_what_a_policy_does_not_keep_is_refused() -> None:
         verify_rounds(stash[:3], POLICIES["pipedream"])
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_weight_halves_are_joined_only_where_they_read_one_version(name: str) -> None:
+    """One product for all of a batch would read the weights of its first micro-batch; lowering joins what it may."""
+    policy, layout, rounds = POLICIES[name], Layout(((0,), (1,))), list[Program]()
+    for number in range(4):
+        enters = rounds[-1].seam.leaves if rounds and rounds[-1].seam else ()
+        seam = policy.seam(layout, 3, enters=enters, following=(3,) * (3 - number))
+        late, *others = policy.order(layout, seam)
+        line = [replace(x, kind="I") if x.kind == "B" else x for x in late] + [Compute(0, "W", m) for m in range(3)]
+        sizes, traffic = (2,) * (3 + max(seam.leaves)), replace(chain(2), joinable=(0,))
+        rounds.append(lower((tuple(line), *others), layout=layout, sizes=sizes, traffic=traffic, seam=seam, join=3))
+    verify_rounds([verify(program) for program in rounds], policy)
+    halves = [x for x in rounds[1].ranks[0] if isinstance(x, AnyCompute) and x.kind == "W"]
+    all_in_one = {halves[0]: Joined(0, (0, 1, 2))} | dict.fromkeys(halves[1:])
+    line = [y for x in rounds[1].ranks[0] if (y := all_in_one.get(x, x)) is not None]
+    rounds[1] = replace(rounds[1], ranks=(tuple(line), rounds[1].ranks[1]))
+    with pytest.raises(ProgramError, match="reads 0 and 1") if name == "pipedream" else contextlib.nullcontext():
+        verify_rounds([verify(program) for program in rounds], policy)
+
+
 @pytest.mark.parametrize(("stages", "batch"), [(4, 4), (4, 8), (8, 8)])
 def test_no_rank_waits_between_rounds(stages: int, batch: int) -> None:
     """A round takes the work of one rank; with a flush it takes p - 1 times F and B longer (Narayanan et al. 2019)."""
@@ -104,6 +138,21 @@ def test_messages_that_take_long_are_waited_for_across_rounds() -> None:
     """As long as a message takes, a rank waits for it in the round that takes it, not in the one that receives it."""
     slow = {name: period(middle(POLICIES[name], 4, 4), UnitPrices(latency=1.5)) for name in ("pipedream", "pb")}
     assert slow["pipedream"] == pytest.approx(18) and slow["pb"] < 13
+
+
+@pytest.mark.parametrize("latency", [0.25, 1.5])
+@pytest.mark.parametrize(("name", "batch"), [("pipedream", 4), ("pb", 4), ("pipedream", 1)])
+def test_a_simulated_round_is_accounted_as_a_recorded_one(name: str, batch: int, latency: float) -> None:
+    """It has the receives that its computes take, and no time that nothing explains."""
+    program, prices = middle(POLICIES[name], 4, batch), UnitPrices(latency=latency)
+    timeline = with_entering(steady_step(program, prices), program)
+    receives = {e.instruction.message for e in timeline.events if isinstance(e.instruction, Recv)}
+    for source, target in ((0, 1), (1, 2), (2, 3)):
+        taken = {m.microbatch for m in receives if (m.source, m.target) == (source, target)}
+        assert taken == {m for m in range(len(program.sizes)) if program.runs(target, "F", m)}
+    for account in accounts(timeline):
+        overhead = sum(gap.overhead for gap in account.gaps if not gap.first)  # its rank was in the round before
+        assert overhead == pytest.approx(0, abs=1e-9)
 
 
 def _mutant(program: Program, draw: random.Random) -> Program:

@@ -231,7 +231,7 @@ def refused(kind: type[Small], options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (Small, {"layout": "2", "microbatches": 1, "planner": "uniform"}, "data parallel training"),
+        (Small, {"layout": "2", "microbatches": 1, "planner": "uniform"}, "at least two stages"),
         (Tied, {"plan": TIED}, "trained by several stages"),
     ],
 )
@@ -247,7 +247,7 @@ def test_plans_that_cannot_run_ahead_are_refused(
 
 
 @pytest.mark.parametrize(
-    "other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}, {"report": "report.html"}]
+    "other", [{"schedule": "gpipe"}, {"post_validation": True}, {"stages_per_device": 2}, {"cuda_graphs": True}]
 )
 def test_options_that_rounds_do_not_have_are_refused(other: dict[str, Any]) -> None:
     """Before anything starts."""

@@ -131,7 +131,7 @@ class _Runs:
         run = self.compiled.get(samples, self.plain)
         if self.recording is None or key is None or run is self.plain:
             return run(samples, key, *rest)
-        with self.recording.slots.of(self._kind, key.microbatch):
+        with self.recording.slots.of(self._kind, (key.step, key.microbatch)):
             return run(samples, key, *rest)
 
     def leave_plain(self, samples: int, why: str) -> None:

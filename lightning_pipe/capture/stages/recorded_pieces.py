@@ -2,7 +2,7 @@
 
     slots = Slots(CudaRecorder(device))                       of one stage
     piece = slots.piece(kernel, fixed=..., stays=..., name=...)
-    with slots.of("F", microbatch):
+    with slots.of("F", (batch, microbatch)):
         outputs = piece(*tensors)
 
 A recording reads and writes memory at the addresses that it was made with. So a micro-batch has a slot from its F to
@@ -32,6 +32,7 @@ from lightning_pipe.capture.torch_private import copy_each, storage_users
 log = logging.getLogger(__name__)
 
 Kernel = Callable[..., Sequence[Any]]
+MicroBatch = tuple[int, int]  # numbers of its batch, and in it: those of a round come again while some are in flight
 _ALIGNED = 512  # bytes, as the allocator of CUDA aligns
 
 
@@ -49,16 +50,17 @@ class Slots:
         self.recorder = recorder
         self.now: Slot | None = None
         self._slots: list[Slot] = []
-        self._of: dict[int, Slot] = {}  # by micro-batch
+        self._of: dict[MicroBatch, Slot] = {}
 
     @contextlib.contextmanager
-    def of(self, kind: str, microbatch: int) -> Iterator[None]:
+    def of(self, kind: str, microbatch: MicroBatch) -> Iterator[None]:
         """Run F, I or W of a micro-batch in its slot; without one, if others use that."""
         if kind == "F":
             slot = next((one for one in self._slots if not one.is_in_use()), None)
             if slot is None:
                 slot = Slot(self.recorder.device)
                 self._slots.append(slot)
+            self._of = {other: its for other, its in self._of.items() if its is not slot}
             self._of[microbatch] = slot
         else:
             slot = self._of.get(microbatch)
@@ -93,7 +95,7 @@ class Slot:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.owner: int | None = None
+        self.owner: MicroBatch | None = None
         self.recordings: dict[RecordedPiece, _Recording] = {}
         self._device = device
         self._arenas: list[_Arena] = []

@@ -172,7 +172,8 @@ def _stacks(
     stacks = []
     for ranks in same.values():
         first = ranks[0]
-        curve, state = curves[first], judged.prices.state_parts(first)
+        curve, state = curves[first], judged.prices.state_parts(first)._asdict()
+        state["parameters"] += state.pop("versions")
         series = (curve.held_bytes, curve.buffer_bytes, curve.workspace_bytes)
         times, (saved, messages, workspace) = thinned(curve.times, series, most=most)
         limit = problem.cluster.device(first).memory_bytes
@@ -183,7 +184,7 @@ def _stacks(
                 ranks=numbers_text(ranks),
                 times=tuple(times),
                 kinds={
-                    **{kind: (amount,) * len(times) for kind, amount in state._asdict().items()},
+                    **{kind: (amount,) * len(times) for kind, amount in state.items()},
                     "saved": tuple(saved),
                     "messages": tuple(messages),
                     "workspace": tuple(workspace),

@@ -183,8 +183,8 @@ class StageCostTable:
 
     @cached_property
     def state_bytes(self) -> Matrix:
-        """Return the bytes of parameters, gradients, optimizer state and buffers of a stage."""
-        optimizer = 1.0 + self.problem.profile.optimizer.held_bytes_per_byte
+        """Return the bytes of parameters, gradients, optimizer state, versions and buffers of a stage."""
+        optimizer = 1.0 + self.problem.profile.optimizer.held_bytes_per_byte + self.problem.copies
         buffers = float(sum(self.problem.graph.buffer_bytes.values()))
         return self._upper(self.parameter_bytes + optimizer * self.trained_bytes + buffers)
 

@@ -10,13 +10,14 @@ simulated (`planner.evaluation.symmetry`).
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_pipe.collection import without_collection
 from lightning_pipe.core.cluster import NO_SWAP, Cluster
 from lightning_pipe.core.plan import Plan, microbatch_sizes
-from lightning_pipe.core.program import CopyingOrder, Layout, VerifiedProgram
+from lightning_pipe.core.program import Compute, ComputeKind, CopyingOrder, Layout, VerifiedProgram
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.activations import StagePolicy
 from lightning_pipe.cost.prices import PlanPrices, Pricer
@@ -24,6 +25,7 @@ from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.chain_times import times_of
 from lightning_pipe.planner.evaluation.copies import is_open, with_copies
 from lightning_pipe.planner.evaluation.resolve import resolve, resolve_policies
+from lightning_pipe.planner.evaluation.rounds import middle_round, refuse_rounds, stage_versions
 from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.schedule.construct.devices import peak_bytes
@@ -39,9 +41,12 @@ from lightning_pipe.schedule.registry import (
     with_order,
 )
 from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.simulator import MemoryCurve, memory_curves, period, simulate
+from lightning_pipe.simulator.ahead import ends, steady_step
 
 _ORDERS = 2  # that are tried of one plan
+_HALVES: tuple[ComputeKind, ...] = ("F", "I", "W")
 _WHOLE = 20_000  # instructions up to which a program is judged with all its ranks, some 0.4 seconds
 
 _IDLE = 1e9  # times as long: a plan in which a rank has nothing to do comes behind all others that fit
@@ -54,12 +59,14 @@ class Judged:
     Attributes:
         plan: the plan.
         cuts: positions at which its stages 1, 2, ... begin.
-        program: the program of one batch, of the ranks that represent others or themselves.
+        program: the program of one batch, of the ranks that represent others or themselves; with weight versions a
+            round in the middle of many.
         prices: its prices.
         timeline: predicted times of these ranks.
         curves: predicted memory of every rank of the plan.
         representatives: for every rank of the plan, the rank of the program that does the same at the same time.
         ahead_s: seconds from step to step where ranks do not wait for each other; None where they do.
+        policy: of weight versions; None for a pipeline that is flushed.
     """
 
     plan: Plan
@@ -70,6 +77,7 @@ class Judged:
     curves: tuple[MemoryCurve, ...]
     representatives: tuple[int, ...]
     ahead_s: float | None = None
+    policy: WeightPolicy | None = None
 
     @cached_property
     def step_s(self) -> float:
@@ -88,6 +96,11 @@ class Judged:
         """Return the predicted peak of every rank."""
         peaks = {rank: self.curves[rank].peak_total_bytes for rank in set(self.representatives)}
         return tuple(peaks[rank] for rank in self.representatives)
+
+    @property
+    def version_bytes(self) -> tuple[int, ...]:
+        """Return what every rank holds of versions of the weights beside the present one."""
+        return tuple(self.prices.state_parts(rank).versions for rank in self.representatives)
 
     def overflow(self, cluster: Cluster) -> int:
         """Return by how many bytes the fullest rank exceeds its memory; 0 or less if the plan fits."""
@@ -112,7 +125,7 @@ class Judge:
     def __init__(self, problem: Problem, pricer: Pricer | None = None) -> None:
         self._problem = problem
         self.pricer = pricer or Pricer(problem.graph, profile=problem.profile, cluster=problem.cluster)
-        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[StagePolicy, ...], bool], PlanPrices] = {}
+        self._prices: dict[tuple[tuple[int, ...], Layout, tuple[StagePolicy, ...], bool, int], PlanPrices] = {}
 
     def judge(self, plan: Plan, sizes: tuple[int, ...] | None = None, *, folds: bool = True) -> Judged:
         """Lower, verify, price and simulate a plan.
@@ -126,7 +139,8 @@ class Judge:
             The judgement; its plan has the order of its computes if the schedule decides that by times.
 
         Raises:
-            PlanError: if the plan does not fit graph or ranks, or offloads where nothing can be copied to a host.
+            PlanError: if the plan does not fit graph or ranks, offloads where nothing can be copied to a host, or
+                cannot run in rounds, as the policy of weight versions asks for.
         """
         cuts = resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks)
         prices = self._priced(plan, cuts)
@@ -134,13 +148,35 @@ class Judge:
             plan = replace(plan, shard_optimizer=True)
             prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
+        if self._problem.policy is not None:
+            refuse_rounds(plan, versions=self._problem.constraints.versions, ties=prices.tied)
+            return self._in_rounds(plan, cuts, sizes, self._problem.policy)
         if self._problem.training and needs_times(plan):
             return self._ordered(plan, cuts, sizes)
         return self._simulated(plan, cuts, sizes, folds=folds)
 
+    def busiest_s(self, plan: Plan) -> float:
+        """Return the seconds for which the busiest rank computes and steps: no step or round of a plan is shorter.
+
+        Raises:
+            PlanError: as of `judge`.
+        """
+        prices = self._priced(plan, resolve(plan, self._problem.graph, ranks=self._problem.cluster.ranks))
+        sizes = microbatch_sizes(self._problem.samples, plan.microbatches)
+        seconds = [prices.step_s(rank) for rank in range(plan.layout.ranks)]
+        for stage, ranks in enumerate(plan.layout.stages):
+            for replica, rank in enumerate(ranks):
+                shares = Counter(len(plan.layout.samples(stage, replica, m, size)) for m, size in enumerate(sizes))
+                for samples, count in shares.items():
+                    halves = [prices.compute_s(Compute(stage, kind, 0), rank, samples) for kind in _HALVES]
+                    seconds[rank] += count * sum(halves) if samples else 0.0
+        return max(seconds)
+
     def retimed(self, judged: Judged) -> Timeline:
         """Return when the program of a plan runs that was judged by other costs."""
         prices = self._priced(judged.plan, judged.cuts)
+        if judged.policy is not None:
+            return predicted_round(judged.program, prices, self._problem)
         return simulate(judged.program, prices, cards=self._cards(prices))
 
     def _cards(self, prices: PlanPrices) -> PlanPrices | None:
@@ -166,6 +202,16 @@ class Judge:
             rooms = zip(times.room_bytes, held, over, strict=True)
             times = replace(times, room_bytes=tuple(min(r, h) - o if o else r for r, h, o in rooms))
         return min(tried.values(), key=lambda judged: judged.rank(cluster))
+
+    def _in_rounds(self, plan: Plan, cuts: tuple[int, ...], sizes: tuple[int, ...], policy: WeightPolicy) -> Judged:
+        """Judge a plan by a round in the middle of many."""
+        prices = self._priced(plan, cuts)
+        with without_collection():
+            program = middle_round(policy, plan.layout, sizes=sizes, traffic=prices.traffic)
+            timeline = predicted_round(program, prices, self._problem)
+            curves = memory_curves(timeline, program=program, prices=prices)
+        every, seconds = tuple(range(len(curves))), max(ends(timeline)) - timeline.since
+        return Judged(plan, cuts, program, prices, timeline, curves, every, seconds, policy)
 
     def _simulated(self, plan: Plan, cuts: tuple[int, ...], sizes: tuple[int, ...], *, folds: bool) -> Judged:
         prices = self._priced(plan, cuts)
@@ -212,12 +258,26 @@ class Judge:
 
     def _priced(self, plan: Plan, cuts: tuple[int, ...]) -> PlanPrices:
         policies = resolve_policies(plan, self._problem.graph, self.pricer.works(cuts))
-        key = (cuts, plan.layout, policies, plan.shard_optimizer)
+        policy, count = self._problem.policy, plan.microbatches
+        key = (cuts, plan.layout, policies, plan.shard_optimizer, count if policy is not None else 0)
         if key not in self._prices:
-            prices = self.pricer.price(cuts, plan.layout, policies, sharded=plan.shard_optimizer)
+            versions = () if policy is None else stage_versions(policy, plan.layout, count)
+            prices = self.pricer.price(cuts, plan.layout, policies, sharded=plan.shard_optimizer, versions=versions)
             _check_swaps(prices, self._problem.cluster)
             self._prices[key] = prices
         return self._prices[key]
+
+
+def predicted_round(program: VerifiedProgram, prices: PlanPrices, problem: Problem) -> Timeline:
+    """Return the predicted timeline of a round in the middle of many; its `since` is the end of the round before.
+
+    Args:
+        program: the round: `Judged.program` of a plan with weight versions, or one that has run.
+        prices: those of the plan (`Judged.prices`).
+        problem: what it was made for.
+    """
+    cards = prices if len(problem.cluster.hosts) > 1 else None
+    return steady_step(program, prices, cards=cards, together=problem.steps_together)
 
 
 def _check_swaps(prices: PlanPrices, cluster: Cluster) -> None:

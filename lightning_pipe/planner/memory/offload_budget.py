@@ -38,7 +38,10 @@ class Stay:
 
 
 def stays(timeline: Timeline, rank: int) -> list[Stay]:
-    """Return the stays of all micro-batches on a rank, in the order in which they end."""
+    """Return the stays of all micro-batches on a rank, in the order in which they end.
+
+    In a round, what earlier rounds left lies idle from its begin, and what it leaves until its end.
+    """
     computes = timeline.computes(rank)
     forwards: dict[tuple[int, int], float] = {}
     found = []
@@ -51,9 +54,10 @@ def stays(timeline: Timeline, rank: int) -> list[Stay]:
             forwards[work] = event.end
         elif compute.direction == "B":
             before = number - AHEAD - 1  # the compute at whose end the way back is posted
-            posted = computes[before].end if before >= 0 else forwards[work]
-            found.append(Stay(forwards[work], max(posted, forwards[work]), event.start))
-    return found
+            begin = forwards.pop(work, computes[0].start)
+            posted = computes[before].end if before >= 0 else begin
+            found.append(Stay(begin, max(posted, begin), event.start))
+    return [*found, *(Stay(begin, computes[-1].end, computes[-1].end) for begin in forwards.values())]
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def fitted(problem: Problem, outline: Candidate, *, judge: Judge, best_s: float 
         tried[0].overflow(problem.cluster) > 0
         and problem.constraints.warmup is None
         and problem.constraints.schedule != "gpipe"
+        and problem.policy is None  # which decides how many forwards are in flight
     ):
         tried += _shallower(problem, outline, tried[0], judge=judge)
     tried += squeezed(problem, tried, judge=judge)

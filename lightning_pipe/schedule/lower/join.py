@@ -11,21 +11,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_pipe.core.program import Compute, Instruction, Joined, Program
+from lightning_pipe.core.versions import Pin
 
 
 def join_weight_halves(program: Program, *, most: int) -> Program:
     """Replace W of one stage that follow each other by `Joined` of at most `most`. Runs when backwards are split.
 
-    W of stages that `Traffic.joinable` does not list stay as they are, and so does a W that is left over alone.
+    W of stages that `Traffic.joinable` does not list stay as they are, and so does a W that is left over alone. Of
+    micro-batches that read the weights of earlier rounds, each may read others, so they are not joined.
     """
     joinable = frozenset(program.traffic.joinable if most > 1 else ())
-    return replace(program, ranks=tuple(tuple(_joined(line, joinable, most)) for line in program.ranks))
+    seam = program.seam
+    pinned = {} if seam is None or Pin.code not in seam.work else dict(enumerate(seam.enters))  # micro-batches by stage
+    return replace(program, ranks=tuple(tuple(_joined(line, joinable, pinned, most)) for line in program.ranks))
 
 
-def _joined(line: tuple[Instruction, ...], joinable: frozenset[int], most: int) -> Iterator[Instruction]:
+def _joined(
+    line: tuple[Instruction, ...], joinable: frozenset[int], pinned: dict[int, int], most: int
+) -> Iterator[Instruction]:
     run: list[Compute] = []
     for instruction in line:
-        weight_half = _weight_half(instruction, joinable)
+        weight_half = _weight_half(instruction, joinable, pinned)
         if run and (len(run) == most or weight_half is None or weight_half.stage != run[0].stage):
             yield _one(run)
             run = []
@@ -37,10 +43,10 @@ def _joined(line: tuple[Instruction, ...], joinable: frozenset[int], most: int) 
         yield _one(run)
 
 
-def _weight_half(instruction: Instruction, stages: frozenset[int]) -> Compute | None:
-    """Return the instruction if it is W of one of the stages."""
+def _weight_half(instruction: Instruction, stages: frozenset[int], pinned: dict[int, int]) -> Compute | None:
+    """Return the instruction if it is W of one of the stages, and may be joined."""
     match instruction:
-        case Compute(stage, "W", _) if stage in stages:
+        case Compute(stage, "W", microbatch) if stage in stages and microbatch >= pinned.get(stage, 0):
             return instruction
         case _:
             return None

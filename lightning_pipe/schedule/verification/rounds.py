@@ -8,8 +8,8 @@ together, with micro-batches numbered through. It is an executable specification
     "inputs"    what a compute waits for was received, or computed on its rank, in this round or an earlier one, and
                 nothing is received that no compute takes
     "versions"  F, I and W of a micro-batch read one version of the weights, those of a batch do on every stage, or
-                each pass of a batch does on a stage, if the policy promises it; a rank never holds more versions than
-                the policy says
+                each pass of a batch does on a stage, if the policy promises it; so does a joined W; a rank never holds
+                more versions than the policy says
 
 A version is counted by the steps of the optimizer that its rank has made.
 """
@@ -133,8 +133,11 @@ class _RankWalk:
                         if self.predicted:
                             self._check_live(program, first)
                     case AnyCompute():
-                        for half in halves(instruction):
-                            yield self._compute(replace(half, microbatch=half.microbatch + first), flow)
+                        parts = [replace(half, microbatch=half.microbatch + first) for half in halves(instruction)]
+                        reads = [self._compute(part, flow) for part in parts]
+                        if instruction.is_joined and len(versions := {read.version for read in reads}) > 1:
+                            self._refuse("versions", f"{instruction} reads {' and '.join(map(str, sorted(versions)))}")
+                        yield from reads
                     case Step():
                         self.steps += 1
             self._check_live(program, first)
@@ -210,12 +213,10 @@ class _RankWalk:
             live.add(Version(self.steps - 1))
         for stage, ranks in enumerate(program.layout.stages):
             if self.rank in ranks:
-                behind = 0 if self.policy.keeps_entries else stage
-                ahead = self.policy.ahead(program.layout, program.batch)[behind]
                 if self.policy.keeps_entries and program.seam is not None:
                     awaited = range(program.batch + program.seam.leaves[stage], program.batch + program.seam.leaves[0])
                     live |= {Version(self.entered[first + m]) for m in awaited}
-                most = self.policy.live(ahead, program.batch)
+                most = self.policy.lives(program.layout, program.batch)[stage]
                 if len(live) > most:
                     self._refuse("versions", f"it holds {len(live)} versions, the policy says {most}")
 

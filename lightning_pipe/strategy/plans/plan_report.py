@@ -21,7 +21,8 @@ from lightning_pipe.errors import ConfigError
 from lightning_pipe.lightning_names import pl, rank_zero_info, rank_zero_warn
 from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.planner.comparison.pages import page_of
-from lightning_pipe.planner.evaluation.evaluate import Judged
+from lightning_pipe.planner.evaluation.evaluate import Judged, predicted_round
+from lightning_pipe.planner.evaluation.rounds import VersionsRead, versions_read, versions_sentence
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
@@ -40,7 +41,9 @@ from lightning_pipe.report import (
     plot_timeline,
 )
 from lightning_pipe.schedule.registry import planned_join
+from lightning_pipe.schedule.rounds import all_rounds
 from lightning_pipe.simulator import MemoryCurve, memory_curves, simulate
+from lightning_pipe.simulator.ahead import with_entering
 from lightning_pipe.strategy.plans.planning import Planned
 from lightning_pipe.strategy.plans.recording import Recorded
 from lightning_pipe.units import format_bytes, format_seconds, format_share
@@ -108,19 +111,28 @@ def introduce(planned: Planned, graph: Graph) -> None:
         )
     if problem.profile.source != "measured":
         table = plan_table(planned.plan, graph, joinable=_joinable(planned))
-        rank_zero_info(f"{planned.route}\n{table}")
+        rank_zero_info("\n".join([planned.route, table, *_unlike_one_device(planned)]))
         return
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
     predicted = _predicted(planned.judged[0], problem.cluster)
-    rank_zero_info("\n".join([planned.route, table, "", predicted, *main_reasons(planned)]))
+    unlike = _unlike_one_device(planned)
+    rank_zero_info("\n".join([planned.route, table, "", *unlike, predicted, *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
             f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
             "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
         )
+
+
+def _unlike_one_device(planned: Planned) -> list[str]:
+    """Return what weight versions change of the training, in a sentence; nothing where there are none."""
+    best = planned.judged[0]
+    if best.policy is None:
+        return []
+    return [versions_sentence(planned.problem.constraints.versions, best.plan, best.version_bytes)]
 
 
 def _predicted(judged: Judged, cluster: Cluster) -> str:
@@ -154,8 +166,12 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
         return None
     begins = (0.0,) * len(program.ranks) if problem.runs_ahead else None
     cards = prices if len(problem.cluster.hosts) > 1 else None
-    predicted = simulate(program, prices, begins=begins, cards=cards)
+    if program.seam is None:
+        predicted = simulate(program, prices, begins=begins, cards=cards)
+    else:
+        predicted = predicted_round(program, prices, problem)
     curves = memory_curves(predicted, program=program, prices=prices)
+    predicted = with_entering(predicted, program)
     expected = [RankPeak(curve.peak_bytes, curve.peak_total_bytes) for curve in curves]
     comparison = compare(
         predicted,
@@ -256,7 +272,7 @@ def write_report(path: Path, planned: Planned, recorded: Recorded, found: Findin
             "matplotlib is not installed, so the report has no pictures: pip install 'lightning-pipe[plots]'."
         )
     else:
-        _write_plots(folder, shown)
+        _write_plots(folder, shown, _versions_read(planned, recorded))
 
 
 def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
@@ -275,8 +291,18 @@ def _page(planned: Planned, recorded: Recorded, found: Findings | None) -> Page:
     )
 
 
-def _write_plots(folder: Path, page: Page) -> None:
-    """Draw what the page draws."""
+def _versions_read(planned: Planned, recorded: Recorded) -> VersionsRead:
+    """Return which version of the weights every compute of the recorded round reads; {} without versions."""
+    policy, program = planned.problem.policy, recorded.program
+    if policy is None or not program.is_ahead:
+        return {}
+    sizes, filling = program.sizes[: program.batch], -(-len(program.sizes) // program.batch)
+    rounds = all_rounds(policy, program.layout, sizes=sizes, traffic=program.traffic, batches=3 * filling)
+    return versions_read(rounds, policy, filling, filling)
+
+
+def _write_plots(folder: Path, page: Page, read: VersionsRead) -> None:
+    """Draw what the page draws, and which versions of the weights are read."""
     assert page.measured is not None, "a run was recorded"
-    plot_timeline(page.measured, folder / "timeline.png", predicted=page.predicted)
+    plot_timeline(page.measured, folder / "timeline.png", predicted=page.predicted, notes=read)
     plot_stacks(page.memory, folder / "memory.png")

@@ -83,7 +83,7 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_o
         warn_of_overflow(problem, judged)
         warn_of_what_stays(judged)
         return [judged]
-    constraints = config.constraints
+    constraints = replace(config.constraints, versions=problem.constraints.versions)
     if not may_offload:
         constraints = replace(constraints, memory_policies=constraints.memory_policies - {"offload"})
     found = planned(replace(problem, constraints=constraints), config.planner)

@@ -4,6 +4,8 @@
     step 1      memory is measured, which makes the step slow (in the next one, should the profiler fail)
     step 2...   timelines that are compared with the simulated one
 
+With weight versions the steps that count are rounds in the middle of many: others fill the pipeline, or empty it.
+
 The optimizer steps after the program, by Lightning: its time is taken by hooks and put in the place of the program's
 `Step`, so that a recorded step ends where the next one may begin.
 """
@@ -31,6 +33,7 @@ from lightning_pipe.strategy.steps.step_calls import StepResult
 
 WARM_UP = 2  # steps that are recorded but not compared
 _MEMORY_STEP = 1
+_MOST_FILLING = 32  # steps that fill or empty the pipeline, beside those that count
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class Recorded:
     """What all ranks recorded.
 
     Attributes:
-        graph: fingerprint of the graph of the last step.
-        program: the program of the last step.
+        graph: fingerprint of the graph of that step.
+        program: the program of the last step; with weight versions of the last that counts.
         timelines: of all ranks, by step, on one clock.
         comparable: those of `timelines` that ran `program` after the warm-up (all that ran it, if there are no others).
         memory: by rank, empty if not measured.
@@ -95,6 +98,7 @@ class Recording:
         self._memory: RankPeak | None = None
         self._held: tuple[tuple[float, int], ...] = ()
         self._left, self._wants_memory = steps, wants_memory
+        self._filling = _MOST_FILLING
         self._hooks = [optimizer.register_step_post_hook(self._clock.mark) for optimizer in optimizers]
 
     @property
@@ -111,12 +115,14 @@ class Recording:
         """Keep what a step was like, before the optimizer steps."""
         self._close_step()
         self._ran.append(replace(ran, values={}))
-        if ran.peak_bytes is not None:
+        if not (is_steady := _is_steady(ran)):
+            self._filling -= 1
+        if ran.peak_bytes is not None and (is_steady or self._filling < 0):
             saved = max((held for _, held in ran.held), default=0)
             there = ran.state_bytes + state_bytes((), optimizers=self._optimizers)
             self._memory = RankPeak(saved, there + ran.peak_bytes)
             self._held = ran.held if saved else ()  # what a replayed step saves is autograd's, and cannot be told apart
-        self._left -= ran.program.synchronise
+        self._left -= ran.program.synchronise and (is_steady or self._filling < 0)
         self._clock.mark()  # the program is the optimizer's closure, so a hook before the step would be too early
 
     def _close_step(self) -> None:
@@ -152,6 +158,12 @@ class Recording:
         return _together(ran, everyone) if control.rank == 0 else None
 
 
+def _is_steady(step: StepResult) -> bool:
+    """Return whether a step leaves as much in flight as it has found, as every one does that is flushed."""
+    seam = step.program.seam
+    return seam is None or seam.enters == seam.leaves
+
+
 def _lasting(event: Event, start: float, end: float) -> Event:
     return replace(event, start=start, end=end) if isinstance(event.instruction, Step) else event
 
@@ -174,9 +186,10 @@ def _together(ran: Sequence[StepResult], everyone: Sequence[_OfRank]) -> Recorde
     ]
     offsets = clock_offsets(steps, hosts=hosts)
     timelines = _in_a_row(aligned(timeline, offsets) for timeline in steps)
-    last = ran[-1]
-    alike = [k for k, step in enumerate(ran) if step.program == last.program and step.graph == last.graph]
-    compared = [k for k in alike if k >= WARM_UP] or alike
+    steady = [k for k, step in enumerate(ran) if _is_steady(step)]
+    last = ran[max(steady or range(len(ran)), key=lambda k: (ran[k].program.is_ahead, k))]
+    alike = [k for k in steady if ran[k].program == last.program and ran[k].graph == last.graph]
+    compared = [k for k in alike if k in steady[WARM_UP:]] or alike or [len(ran) - 1]
     return Recorded(
         graph=last.graph,
         program=last.program,

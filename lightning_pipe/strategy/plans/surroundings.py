@@ -43,7 +43,7 @@ from lightning_pipe.strategy.ranks.connections import Connections
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-_FORMAT = 6  # raised when what is measured changes
+_FORMAT = 7  # raised when what is measured changes
 _LASTS_S = 24 * 3600.0
 _OF_NETWORK = ("GLOO_", "NCCL_", "MASTER_ADDR")  # variables of the environment that decide how ranks are connected
 

@@ -16,11 +16,10 @@ import torch
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Seam
-from lightning_pipe.errors import PlanError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.weights.corrections import Correction
-from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
+from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import RankStep
@@ -186,46 +185,3 @@ def chained(jobs: Sequence[BatchInput]) -> BatchInput | None:
     for batch in reversed(jobs):
         job = replace(batch, following=job)
     return job
-
-
-def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
-    """Check that a plan can run ahead.
-
-    Args:
-        plan: the plan.
-        versions: the policy's name.
-        ties: parameters that several stages train.
-
-    Raises:
-        PlanError: naming what stands in the way, and the way out.
-    """
-    ranks = [rank for stage in plan.layout.stages for rank in stage]
-    wanted = f"versions={versions!r} runs forwards of the next batch ahead"
-    if len(plan.layout.stages) < 2:
-        raise PlanError(
-            f"{wanted}, but the plan is data parallel training, in which nothing waits for the next batch. Set a "
-            "layout such as layout='1-1', or versions='sync'."
-        )
-    if len(set(ranks)) < len(ranks) or plan.schedule != "1f1b" or plan.order:
-        raise PlanError(
-            f"{wanted}, which needs schedule='1f1b' and one stage per rank; found {plan.schedule} on the layout "
-            f"{plan.layout.stages}. Remove `schedule`, `stages_per_device` and `order`, or set versions='sync'."
-        )
-    if any(stage.offload for stage in plan.stages):
-        raise PlanError(f"{wanted}, so its stages cannot offload. Remove `offload` from the plan, or the versions.")
-    if plan.shard_optimizer and POLICIES[versions].is_corrected:
-        raise PlanError(
-            f"{wanted} and corrects the optimizer's step, so ranks cannot share optimizer state. Set "
-            "`shard_optimizer: false` in the plan, or versions='2bw'."
-        )
-    if ties and not POLICIES[versions].is_alike_on_stages:
-        raise PlanError(
-            f"{wanted}, but {ties[0]} is trained by several stages, which would read different versions of it. Set "
-            "versions='2bw', in which a batch reads one version, or versions='sync'."
-        )
-    for stage in plan.layout.whole:
-        if plan.microbatches % (count := len(plan.layout.stages[stage])):
-            raise PlanError(
-                f"{wanted}, but the {count} replicas of stage {stage} take {plan.microbatches} micro-batches in turn; "
-                f"expected a multiple of {count}. Set microbatches to one."
-            )

@@ -1,0 +1,84 @@
+"""Weight versions of a rank: the bytes that it holds beside its parameters, and the seconds of making them at a step.
+
+    versions   (bytes of the trained parameters that I or W reads) x (versions - 1); of all trained parameters where
+               forwards read an older version too (PipeDream-2BW)
+    scratch    bytes of the trained parameters x copies that are made for computes to read, such as predicted weights
+    seconds    (bytes that a step copies x seconds per byte of a copy
+               + bytes of scratch x seconds per byte of an optimizer step) / speed of the device
+
+In the steady state both are there all the time, so they belong to the state of a rank. A step copies each of these
+parameters once, whatever the number of versions (`runtime.versions`). A prediction passes over parameters and state,
+as the optimizer's step does. Left out: seconds of a copy that do not depend on its bytes.
+
+Legend: one stage per rank, as rounds have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from lightning_pipe.core.graph import Graph
+from lightning_pipe.core.profile import OptimizerProfile
+from lightning_pipe.cost.stage import StageWork
+
+
+@dataclass(frozen=True)
+class StageVersions:
+    """Versions of the weights of one stage.
+
+    Attributes:
+        copies: versions beside the present one.
+        for_forward: whether forwards read them too.
+        scratch: copies of all parameters that computes read for a moment.
+    """
+
+    copies: int = 0
+    for_forward: bool = False
+    scratch: int = 0
+
+
+@dataclass(frozen=True)
+class VersionBytes:
+    """Bytes that a rank holds beside its parameters.
+
+    Attributes:
+        copied: that one step copies.
+        copies: of all versions but the present one.
+        scratch: of copies that computes read for a moment.
+    """
+
+    copied: int = 0
+    copies: int = 0
+    scratch: int = 0
+
+    def step_s(self, profile: OptimizerProfile, *, speed: float) -> float:
+        """Return the seconds by which they make a step longer.
+
+        Args:
+            profile: measured on a device of speed 1.
+            speed: speed of the rank's device.
+        """
+        return (self.copied * profile.copy_s_per_byte + self.scratch * profile.seconds_per_byte) / speed
+
+
+def version_bytes(
+    work: StageWork, versions: StageVersions, *, graph: Graph, trained: Mapping[str, int]
+) -> VersionBytes:
+    """Return what a rank holds of the versions of its stage.
+
+    Args:
+        work: what the stage runs.
+        versions: which there are.
+        graph: with its operations.
+        trained: bytes of the trained parameters of the rank, by name.
+    """
+    names: Collection[str] = trained if versions.for_forward else read_by_backward(work, graph)
+    copied = sum(size for name, size in trained.items() if name in names) if versions.copies else 0
+    return VersionBytes(copied, copied * versions.copies, sum(trained.values()) * versions.scratch)
+
+
+def read_by_backward(work: StageWork, graph: Graph) -> frozenset[str]:
+    """Return the parameters that I or W of a stage reads."""
+    operations = (*work.input_grad.operations, *work.weight_grad.operations)
+    return frozenset(name for o in operations for name in graph.operations[o].parameters)

@@ -1,0 +1,129 @@
+"""Laws of what ranks hold of versions of their weights: by storage, at every instruction, as it is priced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture.stages.split import Split
+from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.core.plan import Plan, StagePlan
+from lightning_pipe.core.program import Instruction
+from lightning_pipe.planner.evaluation.evaluate import judge
+from lightning_pipe.planner.problem import counted_problem
+from lightning_pipe.runtime.executor import Executor
+from lightning_pipe.runtime.guard.watch import Unwatched
+from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.schedule.weights import POLICIES
+from runtime.test_versions import Fit, fit_of
+
+WIDTH, ROWS, STAGES = 8, 2, 4
+
+
+class Tower(pl.LightningModule):
+    """Layers with biases, which no backward reads; one of them is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(STAGES))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def training_step(self, batch: Sequence[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        value, wanted = batch
+        for number, layer in enumerate(self.layers):
+            value = torch.tanh(layer(value))
+            value = self.frozen(value) if number == 1 else value
+        return nn.functional.mse_loss(value, wanted)
+
+
+def rows(t: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    x, y = (torch.randn(ROWS * count, WIDTH, generator=generator) for _ in range(2))
+    return x, y
+
+
+@cache
+def captured() -> tuple[Capture, Split, tuple[int, ...]]:
+    request = Request(Tower(), "training_step", flatten(rows(0, 1))[1], arguments=(0,), samples=ROWS)
+    capture = capture_step(request)
+    cuts = tuple(capture.graph.position(f"layers.{stage}") for stage in range(1, STAGES))
+    return capture, capture.split(cuts), cuts
+
+
+class Held(Unwatched):
+    """Count, at every instruction, the storages that a rank holds of its parameters beside those of now."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.bytes, self.versions = executor, 0, 1
+
+    def at(self, instruction: Instruction, *, pending: bool = False) -> None:
+        (stage,) = self.executor.stages.values()
+        copies = copies_of(stage, self.executor)
+        self.bytes = max(self.bytes, sum(sum(sizes.values()) for sizes in copies.values()))
+        self.versions = max(self.versions, *(1 + len(sizes) for sizes in copies.values()))
+
+
+def copies_of(stage: Stage, executor: Executor) -> dict[str, dict[int, int]]:
+    """Return the bytes of other storages than the parameter's, by the name of each."""
+    found: dict[str, dict[int, int]] = {}
+    for name, now in stage.parameters_now().items():
+        held = [values[name] for values in stage._held.values() if name in values]
+        buffers = [x for buffers in executor.versions._buffers.values() for x in buffers.get(name, ())]
+        sizes = {x.data_ptr(): x.nbytes for x in (*held, *buffers)}
+        found[name] = {pointer: size for pointer, size in sizes.items() if pointer != now.data_ptr()}
+    return found
+
+
+def watched(fit: Fit, rounds: int, monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """Run rounds, and return what ranks held in them."""
+    watches = [Held(executor) for executor in fit.executors]
+
+    def together(executors, program, jobs):
+        walks = zip(executors, jobs, watches, strict=True)
+        return drive_together([executor.walk(program, job, watch=watch) for executor, job, watch in walks])
+
+    monkeypatch.setattr("runtime.test_versions.run_together", together)
+    fit.run(rounds, {})
+    return watches
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", POLICIES)
+def test_versions_are_held_as_they_are_priced(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No storage more than the policy says, none of what no backward reads, none of what is never changed."""
+    capture, split, cuts = captured()
+    plan = Plan(tuple(StagePlan(f"layers.{s}" if s else "", (s,)) for s in range(STAGES)), count)
+    problem = counted_problem(capture.graph, ranks=STAGES, samples=ROWS * count).with_versions(name)
+    judged, policy = judge(plan, problem), POLICIES[name]
+    assert judged.cuts == cuts
+    modules = [Tower() for _ in range(STAGES)]
+    sgd = lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.01)  # noqa: E731
+    fit = fit_of(capture, split, plan.layout, modules, sgd, name, lambda t: rows(t, count), count)
+    lives = policy.lives(plan.layout, count)
+    for rank, watch in enumerate(watched(fit, 12, monkeypatch)):
+        copies = sum(held.copies for held in judged.prices.version_bytes(rank))
+        scratch = sum(held.scratch for held in judged.prices.version_bytes(rank))
+        assert copies <= watch.bytes <= copies + (scratch + frozen(rank) if scratch else 0), rank
+        assert watch.versions == (lives[rank] if watch.bytes else 1)
+        assert copies == (lives[rank] - 1 - policy.predicted) * read_bytes(name, rank), (
+            "no bias but where forwards read older weights"
+        )
+
+
+def read_bytes(name: str, rank: int) -> int:
+    """Return the bytes of what is copied: weights, but the first's, whose input has no gradient; in 2BW everything."""
+    weight, bias = 4 * WIDTH * WIDTH, 4 * WIDTH
+    return weight + bias if name == "2bw" else weight * (rank > 0)
+
+
+def frozen(rank: int) -> int:
+    """Return the bytes of the layer that is not trained, if a rank has it."""
+    return 4 * WIDTH * (WIDTH + 1) * (rank == 1)
