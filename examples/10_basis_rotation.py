@@ -135,8 +135,9 @@ def train(strategy: str | Strategy, devices: int) -> pl.Trainer:
 
 
 def main() -> None:
-    never_flushed = train(DappleStrategy(layout="1-1", microbatches=4, versions="pipedream"), devices=2)
-    flushed = train(DappleStrategy(layout="1-1", microbatches=4), devices=2)
+    halves = {"layout": "1-1", "microbatches": 4, "planner": "uniform"}
+    never_flushed = train(DappleStrategy(versions="pipedream", **halves), devices=2)
+    flushed = train(DappleStrategy(**halves), devices=2)
     if flushed.is_global_zero:
         loss = float(never_flushed.callback_metrics["loss"])
         print(f"trained {flushed.global_step} steps, never flushed: {loss:.7f}; now on one device")
