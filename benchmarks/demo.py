@@ -45,7 +45,7 @@ FOLDER = Path("runs/demo")
 REPORT = FOLDER / "report.html"
 RUNS = {"pipeline": "pipeline", "unlimited": "best without a limit", "ddp": "Lightning's DDP"}
 QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-_EXAMPLE = Path(__file__).parent.parent / "examples" / "01_gpt_on_real_text.py"
+_EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class Outcome:
     one_device_loss: float | None = None
 
 
-def example() -> ModuleType:
-    """Import the example, whose name begins with a number."""
-    spec = importlib.util.spec_from_file_location("gpt_on_real_text", _EXAMPLE)
+def example(name: str = "01_gpt_on_real_text") -> ModuleType:
+    """Import an example, whose name begins with a number."""
+    spec = importlib.util.spec_from_file_location(name.partition("_")[2], _EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -26,7 +26,7 @@ FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?
 COMPARED = {"schedules.md", "concepts.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
     "a drawing": 6,
-    "needs a checkout": 7,
+    "needs a checkout": 8,
     "needs several hosts": 2,
     "needs transformers": 1,
     "needs two GPUs": 2,
