@@ -421,12 +421,15 @@ def states(names: list[str], depth: int | None) -> list[Any]:
     return all_states
 
 
+IN_PROCESS = [name for name in LOADERS if "worker" not in name and "torchdata" not in name]
+
+
 @pytest.mark.parametrize(
     ("names", "depth"),
     [
         (["counting", "unknown length"], 2),
-        pytest.param([name for name in LOADERS if "torchdata" not in name], 1, marks=pytest.mark.slow),
-        pytest.param([name for name in LOADERS if "torchdata" not in name], 2, marks=pytest.mark.slow),
+        pytest.param(IN_PROCESS, 1, marks=pytest.mark.slow),
+        pytest.param(IN_PROCESS, 2, marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_have_the_state_before_batches_that_were_loaded_ahead(names: list[str], depth: int) -> None:
