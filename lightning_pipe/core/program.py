@@ -404,6 +404,11 @@ class Seam:
         """Return whether nothing is in flight when the round begins."""
         return not any(self.enters)
 
+    @property
+    def is_even(self) -> bool:
+        """Return whether as many forwards leave as enter: rounds that fill or empty the pipeline are not even."""
+        return self.enters == self.leaves
+
     def runs(self, stage: int, kind: ComputeKind, microbatch: int) -> bool:
         """Return whether a compute belongs to this round."""
         if kind == "F":

@@ -156,13 +156,16 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
     """Compare what was recorded with the prediction for the same program.
 
     None if nothing was measured before, so that the prediction is for nominal devices; if the step that ran is not the
-    one that was planned (it was captured again); or if it sends what is not predicted (`exact_ties`).
+    one that was planned (it was captured again); if it sends what is not predicted (`exact_ties`); or if all rounds
+    that ran have filled or emptied the pipeline.
     """
     problem = planned.problem
     if problem.profile.source != "measured" or recorded.graph != problem.graph.fingerprint:
         return None
     program, layout, prices = recorded.program, planned.plan.layout, planned.judged[0].prices
     if set(program.traffic.edges) != set(prices.traffic.edges):
+        return None
+    if program.seam is not None and not program.seam.is_even:
         return None
     begins = (0.0,) * len(program.ranks) if problem.runs_ahead else None
     cards = prices if len(problem.cluster.hosts) > 1 else None

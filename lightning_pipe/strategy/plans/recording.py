@@ -41,8 +41,8 @@ class Recorded:
     """What all ranks recorded.
 
     Attributes:
-        graph: fingerprint of the graph of that step.
-        program: the program of the last step; with weight versions of the last that counts.
+        graph: fingerprint of the graph of the last step that counts.
+        program: its program.
         timelines: of all ranks, by step, on one clock.
         comparable: those of `timelines` that ran `program` after the warm-up (all that ran it, if there are no others).
         memory: by rank, empty if not measured.
@@ -160,8 +160,7 @@ class Recording:
 
 def _is_steady(step: StepResult) -> bool:
     """Return whether a step leaves as much in flight as it has found, as every one does that is flushed."""
-    seam = step.program.seam
-    return seam is None or seam.enters == seam.leaves
+    return step.program.seam is None or step.program.seam.is_even
 
 
 def _lasting(event: Event, start: float, end: float) -> Event:
