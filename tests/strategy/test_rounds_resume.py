@@ -16,7 +16,13 @@ from strategy.reading_steps import PLAN, Reading, Reads
 from strategy.small import samples
 from strategy.test_resumed_loaders import Counting
 
-POLICIES = ["pipedream", "2bw"]  # whose checkpoints are the weights alone
+POLICIES = ["pipedream", "2bw", "spectrain", "xpipe", "pipemare", "pipedream_vertical", "pb_sc"]
+FAST = ("pipedream", "2bw", "spectrain", "pipemare")
+TABLE = [
+    pytest.param(policy, seed, marks=() if seed == 0 and policy in FAST else pytest.mark.slow)
+    for policy in POLICIES
+    for seed in range(4)
+]
 BATCHES = 7
 READS = Reads((("dropout", "data"), ("global_step", "between"), ("counter", "loss")))
 
@@ -26,6 +32,13 @@ class Adaptive(Reading):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Momentum(Reading):
+    """With SGD, which spike compensation is defined for."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
 class Saves(pl.Callback):
@@ -42,7 +55,7 @@ class Saves(pl.Callback):
 def fit(policy: str, path: Path, after: int, resumed: Path | None) -> tuple[list[float], list[torch.Tensor]]:
     """Fit two epochs, from the beginning or from a checkpoint; a worker function."""
     pl.seed_everything(3, verbose=False)
-    module, losses = Adaptive(READS), Losses()
+    module, losses = (Momentum if policy == "pb_sc" else Adaptive)(READS), Losses()
     (plan := path.with_suffix(".yaml")).write_text(PLAN.format(2))
     trainer = make_trainer(
         dapple(plan=str(plan), versions=policy, cache="off"), callbacks=[losses, Saves(path, after)], max_epochs=2
@@ -51,11 +64,11 @@ def fit(policy: str, path: Path, after: int, resumed: Path | None) -> tuple[list
     return losses.losses, [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "seed"), TABLE)
 def test_a_resumed_fit_is_the_fit_that_wrote_the_checkpoint(policy: str, seed: int, tmp_path: Path) -> None:
     """Both run the forwards that were in flight again, with the weights of the checkpoint."""
-    after = random.Random(f"{policy} {seed}").randrange(2 * BATCHES - 1)
+    after = random.Random(f"{policy} {seed}").randrange(2 * BATCHES - 2)
+    after += after >= BATCHES - 1  # from a hook of the last batch, Lightning skips epochs on one device, too
     path = tmp_path / "saved.ckpt"
     written = World(2).run(fit, policy, path, after, None)
     for (losses, weights), (rest, last) in zip(written, World(2).run(fit, policy, path, -1, path), strict=True):

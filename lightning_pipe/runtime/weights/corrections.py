@@ -170,15 +170,15 @@ class Correction:
                     self._compensate(group)
 
     def _compensate(self, group: Mapping[str, Any]) -> None:
-        """Make of the step -lr v, which was taken, the step -lr (a v + b g)."""
-        rate, (a, b) = group["lr"], spike_factors(group["momentum"], self.delay)
+        """Make of the step -lr v, which was taken, the step -lr (a v + b g); in place, without copies of weights."""
+        rate, (a, b) = float(group["lr"]), spike_factors(group["momentum"], self.delay)
+        decay = b * group["weight_decay"]  # of the weights before the step: w + lr v
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            velocity, gradient = self.optimizer.state[parameter]["momentum_buffer"], parameter.grad
-            if decay := group["weight_decay"]:  # of the weights before the step
-                gradient = gradient + decay * (parameter + rate * velocity)
-            parameter.sub_(rate * ((a - 1) * velocity + b * gradient))
+            velocity = self.optimizer.state[parameter]["momentum_buffer"]
+            parameter.mul_(1 - rate * decay)
+            parameter.add_(velocity, alpha=-rate * (a - 1 + rate * decay)).add_(parameter.grad, alpha=-rate * b)
 
 
 def _refuse_other_momentum(optimizer: Optimizer) -> None:
