@@ -351,7 +351,7 @@ class Session:
         trainer, control = self._module.trainer, self._links.control
         tensors: list[torch.Tensor] = []
 
-        hooks = None if self._moves_plainly() else LeftByHooks(self._module, control, self._feed, device=self._device)
+        hooks = LeftByHooks(self._module, control, self._feed, device=self._device) if self._has_batch_hooks() else None
 
         def look() -> tuple[Structure | None, tuple[KeptState, ...]]:
             nonlocal tensors
@@ -698,9 +698,10 @@ class Session:
         self._hold()
         for groups in self.groups:
             groups.move(self._device)
-        self._feed.structures.is_plain = self._links.control.ranks > 1 and self._moves_plainly()
+        is_converted = type(self._plugin).convert_input is not Precision.convert_input  # to other types than loaded
+        self._feed.structures.is_plain = self._links.control.ranks > 1 and not (is_converted or self._has_batch_hooks())
         self._feed.assign(plan.layout.stages[0])
-        if not self._moves_plainly() and len(plan.layout.stages[0]) < self._links.control.ranks:
+        if self._has_batch_hooks() and len(plan.layout.stages[0]) < self._links.control.ranks:
             self._left = LeftByHooks(self._module, self._links.control, self._feed, device=self._device)
         if not self._feed.loads:
             private.skip_hook_before_transfer(self._module, Awaited)
@@ -742,17 +743,16 @@ class Session:
         for shared in self._shared_states:
             shared.connect()
 
-    def _moves_plainly(self) -> bool:
-        """Return whether Lightning alone moves batches to the device, so that their structure stays what it was."""
+    def _has_batch_hooks(self) -> bool:
+        """Return whether hooks of the user move batches to the device, which may change them and the module."""
         datamodule = getattr(self._module.trainer, "datamodule", None)  # undeclared
         owners: tuple[tuple[Any, type], ...] = (
             (self._module, pl.LightningModule),
             (datamodule, pl.LightningDataModule),
         )
-        is_own = any(
+        return any(
             is_overridden(hook, owner, kind) for owner, kind in owners if owner is not None for hook in TRANSFER_HOOKS
         )
-        return not is_own and type(self._plugin).convert_input is Precision.convert_input
 
     def _hold(self) -> None:
         """Let CUDA's allocator hold this rank to the limit that the user has set."""

@@ -15,7 +15,8 @@ from lightning_pipe.errors import BatchError, ConfigError, PipeError
 from models.number_chain import MOMENTUM, RATE, SIZE, Drains, Numbers, number, recursion
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
-from strategy.small import Small
+from strategy.reading_steps import Reads, fit
+from strategy.small import Small, samples
 
 BATCHES = 12
 
@@ -151,6 +152,60 @@ def test_what_cannot_run_ahead_is_flushed(kind: type[Small], options: dict[str, 
     for losses, found in World(2).run(fit_small, kind, {**options, "versions": "pipedream"}):
         assert losses == wanted
         assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+
+
+READS = (("dropout", "data"), ("global_step", "between"), ("counter", "loss"))
+VALIDATES = (("val_check_interval", 3),)
+
+
+def test_validation_changes_no_digit(tmp_path: Path) -> None:
+    """Forwards in flight stay there while the weights that they have read are validated."""
+    policies = ["pipedream", "2bw", "spectrain"]
+    trainings = [Reads(READS, policy, 2, trainer) for policy in policies for trainer in ((), VALIDATES)]
+    for fits in World(2).run(fit, trainings, [reads.policy for reads in trainings], tmp_path):
+        for policy, without, validated in zip(policies, fits[::2], fits[1::2], strict=True):
+            assert validated.ahead == without.ahead and any(without.ahead), policy
+            assert validated.losses == without.losses, policy
+            assert all(torch.equal(x, without.parameters[name]) for name, x in validated.parameters.items()), policy
+
+
+class Rounded(Small):
+    """Its samples have few digits, and the type that they are given."""
+
+    def data(self, dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
+        """Return a loader."""
+        pairs = [(x.bfloat16().to(dtype), y) for x, y in samples(24)]
+        return DataLoader(pairs, batch_size=4)
+
+
+def fit_rounded(cases: list[tuple[str, torch.dtype]]) -> list[tuple[list[float], list[bool]]]:
+    """Fit with precisions on samples of some types, and note what was in flight; a worker function."""
+    found = []
+    for precision, dtype in cases:
+        module, losses, ahead = Rounded(), Losses(), list[bool]()
+        strategy = dapple(layout="1-1", microbatches=2, planner="uniform", versions="pipedream")
+        trainer = make_trainer(strategy, callbacks=[losses, Flies(ahead)], max_epochs=1, precision=precision)
+        trainer.fit(module, module.data(dtype))
+        found.append((losses.losses, ahead))
+    return found
+
+
+class Flies(pl.Callback):
+    """Note whether forwards are in flight."""
+
+    def __init__(self, ahead: list[bool]) -> None:
+        self.ahead = ahead
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.ahead.append(trainer.strategy._session._pipeline.runner.rounds._flying is not None)
+
+
+def test_a_precision_that_converts_batches_runs_ahead_from_the_first() -> None:
+    """Conversion leaves nothing on the module, so that there is nothing to look at before."""
+    cases = [("32-true", torch.float64), ("64-true", torch.float32), ("bf16-true", torch.float32)]
+    for wanted, double, half in World(2).run(fit_rounded, cases):
+        assert double == wanted
+        assert half[1] == wanted[1] == [True] * 5 + [False]
 
 
 HOOKS = (
