@@ -87,7 +87,7 @@ def stage_versions(policy: WeightPolicy, layout: Layout, microbatches: int) -> t
         layout: one stage per rank.
         microbatches: of a batch.
     """
-    older = PinOlder.code in policy.work
+    older = PinOlder.code in policy.work or policy.keeps_entries
     return tuple(
         StageVersions(live - 1 - policy.predicted, older, policy.scratch) for live in policy.lives(layout, microbatches)
     )
