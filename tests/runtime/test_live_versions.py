@@ -106,15 +106,15 @@ def test_versions_are_held_as_they_are_priced(name: str, count: int) -> None:
         scratch = sum(held.scratch for held in judged.prices.version_bytes(rank))
         assert copies <= watch.bytes <= copies + (scratch + frozen(rank) if scratch else 0), rank
         assert watch.versions == (lives[rank] if watch.bytes else 1) or (name == "xpipe" and rank < 2)  # horizons of 0
-        assert copies == (lives[rank] - 1 - policy.predicted) * read_bytes(name, rank), (
-            "no bias but where forwards read older weights"
-        )
+        assert copies == copied_bytes(name, rank, count, copies=lives[rank] - 1 - policy.predicted)
 
 
-def read_bytes(name: str, rank: int) -> int:
-    """Return the bytes of what is copied: weights, but the first's, whose input has no gradient; everything where forwards read older weights."""
+def copied_bytes(name: str, rank: int, count: int, *, copies: int) -> int:
+    """Return the bytes of copies: weights, but the first's, whose input has no gradient; and what forwards read."""
     weight, bias = 4 * WIDTH * WIDTH, 4 * WIDTH
-    return weight + bias if name in ("2bw", "pipedream_vertical") else weight * (rank > 0)
+    entered = min(copies, -(-rank // count)) if name == "pipedream_vertical" else 0  # not yet run on this rank
+    forwards = copies if name == "2bw" else entered
+    return (weight + bias) * forwards + weight * (rank > 0) * (copies - forwards)
 
 
 def frozen(rank: int) -> int:
