@@ -44,7 +44,7 @@ def typed_words(hint: Any) -> tuple[str, ...]:
 
 
 def test_the_typed_words_are_those_accepted():
-    own_schedules = {name for name in SCHEDULES if SCHEDULES[name].order.__module__.startswith("lightning_pipe.")}
+    own_schedules = {name for name in SCHEDULES if str(SCHEDULES[name].order.__module__).startswith("lightning_pipe.")}
     accepted = {name: set(rule.one_of) for name, rule in _RULES.items()} | {"schedule": own_schedules}
     typed = {name: typed_words(hint) for name, hint in get_type_hints(DappleConfig).items()}
     assert all(_RULES["warmup"].holds(word) for word in typed["warmup"])

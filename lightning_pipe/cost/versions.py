@@ -1,7 +1,7 @@
 """Weight versions of a rank: the bytes that it holds beside its parameters, and the seconds of making them at a step.
 
-    versions   (bytes of the trained parameters that I or W reads) x (versions - 1); of all trained parameters where
-               forwards read an older version too (PipeDream-2BW)
+    versions   (bytes of the trained parameters that I or W reads) x (versions - 1); of all trained parameters for
+               versions that forwards read too (PipeDream-2BW, vertical sync)
     scratch    bytes of the trained parameters x copies that are made for computes to read, such as predicted weights
     seconds    (bytes that a step copies x seconds per byte of a copy
                + bytes of scratch x seconds per byte of an optimizer step) / speed of the device
@@ -15,7 +15,7 @@ Legend: one stage per rank, as rounds have it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_pipe.core.graph import Graph
@@ -29,12 +29,12 @@ class StageVersions:
 
     Attributes:
         copies: versions beside the present one.
-        for_forward: whether forwards read them too.
+        for_forward: how many of them forwards read, too.
         scratch: copies of all parameters that computes read for a moment.
     """
 
     copies: int = 0
-    for_forward: bool = False
+    for_forward: int = 0
     scratch: int = 0
 
 
@@ -73,9 +73,11 @@ def version_bytes(
         graph: with its operations.
         trained: bytes of the trained parameters of the rank, by name.
     """
-    names: Collection[str] = trained if versions.for_forward else read_by_backward(work, graph)
-    copied = sum(size for name, size in trained.items() if name in names) if versions.copies else 0
-    return VersionBytes(copied, copied * versions.copies, sum(trained.values()) * versions.scratch)
+    names, everything = read_by_backward(work, graph), sum(trained.values())
+    read = sum(size for name, size in trained.items() if name in names)
+    copies = everything * versions.for_forward + read * (versions.copies - versions.for_forward)
+    copied = everything if versions.for_forward else read if versions.copies else 0
+    return VersionBytes(copied, copies, everything * versions.scratch)
 
 
 def read_by_backward(work: StageWork, graph: Graph) -> frozenset[str]:

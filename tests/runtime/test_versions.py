@@ -20,6 +20,7 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Layout, Order, VerifiedProgram
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.executor import Executor
+from lightning_pipe.runtime.guard.watch import Unwatched
 from lightning_pipe.runtime.job import BatchInput
 from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
@@ -49,6 +50,7 @@ class Fit:
     options: VersionOptions
     in_parts: bool = False  # whether parameters step beside sums of the gradients of others
     join: int = 1  # micro-batches whose W is one
+    watches: Sequence[Unwatched] = ()  # of what ranks do
 
     def run(self, rounds: int, drains: Drains) -> list[float]:
         """Train so many batches and return their losses."""
@@ -84,7 +86,8 @@ class Fit:
         assert program.seam is not None
         ahead = -(-max(program.seam.leaves) // self.microbatches)
         job = self._job(t, t + 1 + ahead)
-        outcomes = drive_together([x.walk(program, job, leave_sums=self.in_parts) for x in self.executors])
+        ranks = zip(self.executors, self.watches or [None] * len(self.executors), strict=True)
+        outcomes = drive_together([x.walk(program, job, watch=w, leave_sums=self.in_parts) for x, w in ranks])
         if self.in_parts:
             self._land()
         pieces = [piece for outcome in outcomes for piece in outcome.results.get(self.loss, ())]

@@ -87,10 +87,12 @@ def stage_versions(policy: WeightPolicy, layout: Layout, microbatches: int) -> t
         layout: one stage per rank.
         microbatches: of a batch.
     """
-    older = PinOlder.code in policy.work
-    return tuple(
-        StageVersions(live - 1 - policy.predicted, older, policy.scratch) for live in policy.lives(layout, microbatches)
-    )
+    stages = []
+    for stage, live in enumerate(policy.lives(layout, microbatches)):
+        copies = live - 1 - policy.predicted
+        entered = min(copies, -(-stage // microbatches)) if policy.keeps_entries else 0
+        stages.append(StageVersions(copies, copies if PinOlder.code in policy.work else entered, policy.scratch))
+    return tuple(stages)
 
 
 def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lightning_pipe.core.program import Compute, Instruction, Joined, Program
-from lightning_pipe.core.versions import Pin
+from lightning_pipe.core.program import Compute, Instruction, Joined, Program, Seam
+from lightning_pipe.core.versions import Pin, PinEntry
 
 
 def join_weight_halves(program: Program, *, most: int) -> Program:
@@ -21,9 +21,15 @@ def join_weight_halves(program: Program, *, most: int) -> Program:
     micro-batches that read the weights of earlier rounds, each may read others, so they are not joined.
     """
     joinable = frozenset(program.traffic.joinable if most > 1 else ())
-    seam = program.seam
-    pinned = {} if seam is None or Pin.code not in seam.work else dict(enumerate(seam.enters))  # micro-batches by stage
+    pinned = {} if program.seam is None else _pinned(program.seam)
     return replace(program, ranks=tuple(tuple(_joined(line, joinable, pinned, most)) for line in program.ranks))
+
+
+def _pinned(seam: Seam) -> dict[int, int]:
+    """Return by stage how many of the first micro-batches may read the weights of earlier rounds."""
+    if PinEntry.code in seam.work:  # as they entered at stage 0
+        return dict.fromkeys(range(len(seam.enters)), seam.enters[0])
+    return dict(enumerate(seam.enters)) if Pin.code in seam.work else {}
 
 
 def _joined(
