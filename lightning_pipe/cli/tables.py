@@ -104,11 +104,9 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
     table.add_column("versions", no_wrap=True)
     for heading in _OF_POLICIES:
         table.add_column(heading, justify="right", overflow="fold")
-    if any(isinstance(judged, str) for judged in found.values()):
-        table.add_column("no plan because", overflow="fold", ratio=1)
     for name, judged in found.items():
         if isinstance(judged, str):
-            table.add_row(name, *("-",) * len(_OF_POLICIES), escape(judged))
+            table.add_row(name, *("-",) * len(_OF_POLICIES))
             continue
         sync, policy, layout = found["sync"], judged.policy, judged.plan.layout
         delays = lives = "-"
@@ -131,7 +129,8 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
             judged.plan.layout_text,
             str(judged.plan.microbatches),
         )
-    return text_of(table, width)
+    reasons = (wrapped(f"No plan for {n}: {judged}", width) for n, judged in found.items() if isinstance(judged, str))
+    return "\n".join([text_of(table, width), *reasons])
 
 
 _HEADINGS = ("bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")

@@ -86,8 +86,8 @@ def _judged_whole(problem: Problem) -> Judged:
 
 
 def _data_parallel(problem: Problem) -> Iterator[Alternative]:
-    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks:
-        return
+    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks or problem.policy is not None:
+        return  # with weight versions there are no data parallel plans
     yield _alternative("data parallel (DDP)", "data parallel", _judged_whole(problem), problem.cluster)
 
 

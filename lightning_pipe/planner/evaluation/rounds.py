@@ -20,7 +20,7 @@ from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
-from lightning_pipe.units import format_bytes
+from lightning_pipe.units import counted_noun, format_bytes
 
 VersionsRead: TypeAlias = dict[tuple[int, AnyCompute], str]  # by rank and compute
 
@@ -69,14 +69,15 @@ def versions_sentence(versions: str, plan: Plan, extra_bytes: Sequence[int]) -> 
     lives, delays = policy.lives(layout, count), delays_of(policy, len(layout.stages), count)
     return (
         f"versions={versions!r} is not the training of one device: gradients are late by up to "
-        f"{_by_stage(delays)} updates, and a rank holds {_by_stage(lives)} versions of the weights "
-        f"({format_bytes(max(extra_bytes))} more at most)."
+        f"{_most(delays, 'update')}, and a rank holds up to {_most(lives, 'version')} of the weights, "
+        f"{format_bytes(max(extra_bytes))} more than without."
     )
 
 
-def _by_stage(numbers: Sequence[int]) -> str:
-    """Return the numbers of the stages; where all are equal, the number."""
-    return "-".join(map(str, numbers)) if len(set(numbers)) > 1 else str(numbers[0])
+def _most(numbers: Sequence[int], noun: str) -> str:
+    """Return the largest of the numbers of the stages with a noun, and all of them where they differ."""
+    by_stage = f" (by stage: {' '.join(map(str, numbers))})" if len(set(numbers)) > 1 else ""
+    return counted_noun(max(numbers), noun) + by_stage
 
 
 def stage_versions(policy: WeightPolicy, layout: Layout, microbatches: int) -> tuple[StageVersions, ...]:
