@@ -35,7 +35,7 @@ def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> li
     return [
         _alternative("this plan", "plan", best, problem.cluster),
         *_one_device(problem.waiting),
-        *_data_parallel(problem.waiting),
+        *(_data_parallel(problem.waiting) if problem.policy is None else ()),  # refused with weight versions
         *_runner_up(problem, best, others),
         *_variants(problem, best, others),
     ]
@@ -86,8 +86,8 @@ def _judged_whole(problem: Problem) -> Judged:
 
 
 def _data_parallel(problem: Problem) -> Iterator[Alternative]:
-    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks or problem.policy is not None:
-        return  # with weight versions there are no data parallel plans
+    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks:
+        return
     yield _alternative("data parallel (DDP)", "data parallel", _judged_whole(problem), problem.cluster)
 
 
