@@ -38,7 +38,7 @@ from runtime.test_versions import Fit, fit_of
 from strategy.fits import Losses, dapple, make_trainer
 
 WIDTH, WORDS, ROUNDS = 4, 7, 8
-NAMES = ("pipedream", "2bw", "stale", "pb")
+NAMES = ("pipedream", "2bw", "stale", "pb", "spectrain", "pb_lwpv")
 FROZEN = ("pipedream", "2bw")  # F, I and W of a micro-batch read the same weights
 BLOCKS = ("linear", "wide", "norm", "layer_norm", "dropout", "gate", "skip", "again")
 
@@ -163,7 +163,7 @@ def case_of(policy: str, seed: int) -> Case:
         stages=tuple(tuple(next(ranks) for _ in range(count)) for count in replicas),
         cuts=tuple(f"blocks.{start}" for start in starts),
         count=draw.choice([1, 2, 3, 4]) * turns,
-        adam=draw.random() < 0.5,
+        adam=draw.random() < 0.5 and POLICIES[policy].horizons is None,
         rate=draw.choice([0.02, 0.05]),
         in_parts=draw.random() < 0.3,
         join=draw.choice([1, 1, 2, 3]),
@@ -190,6 +190,14 @@ class Reads:
         stage, place = (0, 0) if policy == "2bw" else (self.stage_of[name], place)
         forward = round_of_forward(batch * count + place, ahead[stage], count, drains)
         return forward, forward if policy in FROZEN else batch
+
+    def horizons(self, name: str, batch: int) -> tuple[int, int]:
+        """Return how many updates ahead F, and I and W, read predicted weights."""
+        drains, horizons = dict(self.case.drains), POLICIES[self.case.policy].horizons
+        is_alone = (batch == 0 or batch - 1 in drains) and (drains.get(batch) is False or batch == ROUNDS - 1)
+        if horizons is None or is_alone:
+            return 0, 0
+        return horizons(self.stage_of[name], len(self.case.stages), self.case.count)
 
 
 class Later:
@@ -225,7 +233,12 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
     module = found.module
     for block in module.blocks:
         block.is_oracle = True  # a checkpoint would compute again with the weights of the module
-    step, versions = case.optimizer(module), list[dict[str, torch.Tensor]]()
+    step, versions, ways = case.optimizer(module), list[dict[str, torch.Tensor]](), list[dict[str, torch.Tensor]]()
+
+    def read(name: str, version: int, horizon: int) -> torch.Tensor:
+        return (
+            versions[version][name] - horizon * case.rate * ways[version][name] if horizon else versions[version][name]
+        )
 
     class Whole(nn.Module):
         def __init__(self) -> None:
@@ -238,12 +251,15 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
     whole = Whole()
     for t in range(ROUNDS):
         versions.append({name: x.detach().clone() for name, x in module.named_parameters()})
+        known = {name: step.state.get(x, {}).get("momentum_buffer") for name, x in module.named_parameters()}
+        ways.append({n: torch.zeros_like(versions[t][n]) if way is None else way.clone() for n, way in known.items()})
         total, batch = 0.0, case.batch(t)
         for place in range(case.count):
             part = tuple(x[SIZE * place : SIZE * (place + 1)] for x in batch)
             chosen = {name: reads.of(name, t, place) for name in versions[t]}
-            forward = {name: versions[f][name].clone().requires_grad_() for name, (f, _) in chosen.items()}
-            later = Later(forward, {name: versions[b][name] for name, (_, b) in chosen.items()})
+            ahead = {name: reads.horizons(name, t) for name in chosen}
+            forward = {name: read(name, f, ahead[name][0]).clone().requires_grad_() for name, (f, _) in chosen.items()}
+            later = Later(forward, {name: read(name, b, ahead[name][1]) for name, (_, b) in chosen.items()})
             given = {f"m.{name}": x for name, x in {**forward, **dict(module.named_buffers())}.items()}
             with ExitStack() as stack:
                 key = RandomKey(0, t, place)
