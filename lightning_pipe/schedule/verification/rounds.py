@@ -38,13 +38,16 @@ from lightning_pipe.schedule.weights import WeightPolicy
 
 
 class Version(NamedTuple):
-    """Weights that a compute reads: those after so many steps, or what they are predicted to be some steps later."""
+    """Weights that a compute reads: those after so many steps, or what they are predicted to be some steps later.
+
+    A negative horizon stands for weights that are corrected towards older ones.
+    """
 
     steps: int
     horizon: int = 0
 
     def __str__(self) -> str:
-        return f"{self.steps}+{self.horizon}" if self.horizon else f"{self.steps}"
+        return f"{self.steps}{self.horizon:+d}" if self.horizon else f"{self.steps}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class _RankWalk:
     def _predicted(self, stage: int, microbatch: int, kind: ComputeKind) -> Version:
         program, policy = self.rounds[self.number], self.policy
         horizons = (
-            (1, 1) if policy.horizons is None else policy.horizons(stage, len(program.layout.stages), program.batch)
+            (0, -1) if policy.horizons is None else policy.horizons(stage, len(program.layout.stages), program.batch)
         )
         version = Version(self.steps, horizons[kind != "F"])
         if not policy.predicts_once:
