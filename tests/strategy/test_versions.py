@@ -190,7 +190,7 @@ def calls(options: dict[str, Any] | None) -> list[tuple[str, float]]:
 
 
 def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
-    """Those of a batch run once, in the order of batches: between the start and the end of the batch before it."""
+    """Those of a batch run once, in the order of batches: between the start and the end of the batch two before it."""
     wanted = calls(None)
     options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
     first, second = World(2).run(calls, options)
@@ -199,7 +199,7 @@ def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
     transfers = [call for call in first if call[0] == "transfer"]
     looks = len(transfers) - 10  # at the first batch, before the training
     assert transfers[looks:] == [call for call in wanted if call[0] == "transfer"]
-    early = first[first.index(("on_train_batch_start", 1)) : first.index(("on_before_zero_grad", 2))]
+    early = first[first.index(("on_train_batch_start", 2)) : first.index(("on_before_zero_grad", 3))]
     assert [hook for hook, _ in early if hook in ("transfer", "on_train_batch_end")] == [
         "transfer",
         "on_train_batch_end",
