@@ -479,10 +479,12 @@ class _AheadFetcher(PrefetchDataFetcher):
     note: Callable[[], Any]
     notes: list[Any]  # made before each of the batches was fetched
     last: Any = None  # what was noted where an epoch was left
+    has_ended: bool = False
 
     def __iter__(self) -> Any:
         super().__iter__()
         self.notes, self.last = [None] * len(self.batches), None
+        self.has_ended = False
         return self
 
     def reset(self) -> None:
@@ -500,12 +502,12 @@ class _AheadFetcher(PrefetchDataFetcher):
 
     def peek(self, place: int) -> Any:
         """Return the batch that comes `place` batches later; NO_BATCH if there is none."""
-        while len(self.batches) <= place and not self.done:
+        while len(self.batches) <= place and not self.done and not self.has_ended:
             note = self.note()
             try:
                 batch = DataFetcher.__next__(self)
             except StopIteration:
-                self.done = not self.batches
+                self.done, self.has_ended = not self.batches, True
                 self._keep(note)
                 break
             if self.length is not None:  # batches are counted when their turn comes
@@ -541,6 +543,13 @@ def training_loaders(trainer: pl.Trainer) -> list[Any]:
 def can_peek(trainer: pl.Trainer) -> bool:
     """Return whether training batches can be fetched before their turn."""
     return type(trainer.fit_loop._data_fetcher) in (PrefetchDataFetcher, _AheadFetcher)
+
+
+def fetched_early(trainer: pl.Trainer) -> list[Any] | None:
+    """Return batches that wait for their turn; None where Lightning fetches some early itself, or from many loaders."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    is_plain = isinstance(fetcher, _AheadFetcher) and fetcher.length is not None and len(training_loaders(trainer)) == 1
+    return [batch for batch, *_ in fetcher.batches] if is_plain else None
 
 
 def noted_ahead(trainer: pl.Trainer) -> Any:

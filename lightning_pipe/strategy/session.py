@@ -143,7 +143,8 @@ class Session:
         self._metrics = MetricsAlone()
         self._left: LeftByHooks | None = None  # where ranks load nothing, and hooks move batches
         self._shared: tuple[Any, Structure] | None = None
-        self._ahead = AheadBatches(module, self._receive_ahead)
+        self._ahead = AheadBatches(module, feed, self._receive_ahead)
+        feed.catch_up = self._ahead.catch_up
         feed.state_before = self._ahead.state_of
         self._at_hand: AheadBatch | None = None  # where it was looked at before its turn
         self._first_steps: FirstSteps | None = None
@@ -403,7 +404,10 @@ class Session:
                 self._left.put_in_place(self._at_hand.left)
             self._shared = self._at_hand.content, self._at_hand.structure
             return self._at_hand.content
-        return self._received(batch, transfer)
+        batch = self._received(batch, transfer)
+        if self._left is not None:
+            self._left.heed(self._left.last)
+        return batch
 
     def _receive_ahead(self, batch: Any, earlier: Sequence[LeftForTurn]) -> AheadBatch:
         """Return a batch that follows, on the device."""
@@ -418,10 +422,14 @@ class Session:
     def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
         """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
         if not self._pipeline.lookahead or self._warms_up or (self._left is not None and not self._left.is_observed):
+            self._ahead.catch_up()
             return ()
         count = min(self._pipeline.lookahead, batches_left(self._module.trainer))
         following, left = [], list[KeptState]()
-        for k, batch in enumerate(self._ahead.look(count), start=1):
+        batches = self._ahead.look(count, goes_further=self._goes_further)
+        if self._left is not None and self._left.why_not_ahead:
+            return ()
+        for k, batch in enumerate(batches, start=1):
             left += batch.left.told
             tensors = tuple(flatten(batch.content)[0])
             present = tensors if self._feed.loads else None
@@ -438,6 +446,17 @@ class Session:
             following.append(FollowingBatch(call, leaves, number + k, weight, at_turn))
         return tuple(following)
 
+    def _goes_further(self, batches: Sequence[AheadBatch]) -> bool:
+        """Return whether ranks that load fetch one batch behind these already; on all ranks alike."""
+        trainer = self._module.trainer
+        if self._left is not None:
+            for batch in batches:
+                self._left.heed(batch.left)
+            if self._left.why_not_ahead:
+                return False
+        is_known = batches_left(trainer) > len(batches) > 0 and private.fetched_early(trainer) is not None
+        return is_known and self._feed.may_be_behind
+
     @property
     def _warms_up(self) -> bool:
         """Return whether the user wants the pipeline to be flushed in this epoch."""
@@ -447,10 +466,8 @@ class Session:
         """Return why no batches are looked at before their turn, "" if they may be; on all ranks together."""
         if not self._pipeline.lookahead:
             return ""
-        if self._left is not None:
-            self._left.agree()
-            if self._left.why_not_ahead:
-                return self._left.why_not_ahead
+        if self._left is not None and self._left.why_not_ahead:
+            return self._left.why_not_ahead
         policy = self._pipeline.runner.rounds.policy
         if policy is not None and policy.counts_updates and self._module.trainer.accumulate_grad_batches > 1:
             return "gradients are accumulated over batches, and every batch would count as an update"
@@ -487,13 +504,16 @@ class Session:
         weight = weight * self._loss_scale.factor if method == TRAINING else weight
         if self._at_hand is not None and self._feed.loads:
             self._at_hand.check()
-        why_not_ahead = self._why_not_ahead() if method == TRAINING else ""
+        why_not_ahead, following = "", tuple[FollowingBatch, ...]()
+        if method == TRAINING and not (why_not_ahead := self._why_not_ahead()):
+            following = self._following(number, weight, arguments)
+            why_not_ahead = self._why_not_ahead()  # which a batch that follows may have told
         turn = RunOptions(
             (None,) * len(tensors) if present is None else present,
             number=number,
             weight=weight,
             synchronise=synchronise,
-            following=() if method != TRAINING or why_not_ahead else self._following(number, weight, arguments),
+            following=following,
             continues=self._at_hand is not None,
             why_not_ahead=why_not_ahead,
             warms_up=method == TRAINING and self._warms_up,

@@ -245,7 +245,7 @@ def calls(options: dict[str, Any] | None) -> list[tuple[str, float]]:
 
 
 def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
-    """Those of a batch run once, in the order of batches: between the start and the end of the batch before it."""
+    """Those of a batch run once, in the order of batches: between the start and the end of the batch two before it."""
     wanted = calls(None)
     options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
     first, second = World(2).run(calls, options)
@@ -254,11 +254,37 @@ def test_hooks_run_as_on_one_device_but_for_transfers() -> None:
     transfers = [call for call in first if call[0] == "transfer"]
     looks = len(transfers) - 10  # at the first batch, before the training
     assert transfers[looks:] == [call for call in wanted if call[0] == "transfer"]
-    early = first[first.index(("on_train_batch_start", 1)) : first.index(("on_before_zero_grad", 2))]
+    early = first[first.index(("on_train_batch_start", 2)) : first.index(("on_before_zero_grad", 3))]
     assert [hook for hook, _ in early if hook in ("transfer", "on_train_batch_end")] == [
         "transfer",
         "on_train_batch_end",
     ]
+
+
+class Waiting(pl.Callback):
+    """Count the batches that wait for their turn."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.counts.append(len(trainer.fit_loop._data_fetcher.batches))
+
+
+def waiting(options: dict[str, Any]) -> list[int]:
+    """Fit, and return how many batches waited at the end of each step; a worker function."""
+    module, callback = Noting(), Waiting()
+    trainer = make_trainer(dapple(**options), max_epochs=1, callbacks=[callback])
+    trainer.calls = []
+    trainer.fit(module, module.data())
+    return callback.counts
+
+
+def test_ranks_that_load_tell_of_a_batch_a_round_before_others_need_it() -> None:
+    """The last stage is the first to end a round; it would wait for the first one to load what the next round needs."""
+    options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
+    first, last = World(2).run(waiting, options)
+    assert (first, last) == ([0, 2, 2, 1, 0], [0, 1, 1, 1, 0])
 
 
 TIED = "stages:\n- {at: '', ranks: [0]}\n- {at: last, ranks: [1]}\nmicrobatches: 2\nschedule: 1f1b\n"

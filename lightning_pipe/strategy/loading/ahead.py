@@ -12,7 +12,7 @@ from lightning_pipe.capture import Structure, flatten
 from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.loading.batch_loading import Awaited, StatefulFedLoader
+from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
 from lightning_pipe.strategy.loading.left_by_hooks import LeftForTurn
 
 
@@ -50,27 +50,59 @@ def _versions(batch: Any) -> list[tuple[int, int]]:
 class AheadBatches:
     """The batches behind the one at hand, of one fit.
 
+    Ranks that load do not begin a batch together with the others: the last stage is the first to end one. So they
+    fetch one batch more than forwards need, and the others hear of it when they need it: without waiting.
+
     Args:
         module: whose trainer fetches batches.
+        feed: who loads.
         receive: returns a batch on the device, for a batch and what hooks have left for those between it and the one
-            at hand; on all ranks together.
+            at hand.
     """
 
     module: pl.LightningModule
+    feed: Feed
     receive: Callable[[Any, Sequence[LeftForTurn]], AheadBatch]
+    _is_behind: bool = False  # of what ranks that load have told
 
-    def look(self, count: int) -> list[AheadBatch]:
-        """Return the next batches, at most so many; on all ranks together."""
+    def look(self, count: int, *, goes_further: Callable[[Sequence[AheadBatch]], bool]) -> list[AheadBatch]:
+        """Return the next batches, at most so many; on all ranks alike.
+
+        Args:
+            count: of the batches.
+            goes_further: returns whether ranks that load fetch one more, for these batches; alike on all ranks.
+        """
+        self.feed.random.resume()
         batches: list[AheadBatch] = []
-        for place in range(count):
-            batch = private.peek_at(self.module.trainer, place, self._states)
-            if batch is private.NO_BATCH:
-                break
-            if not isinstance(batch, AheadBatch):
-                batch = self.receive(batch, [one.left for one in batches])
-                private.put_ahead(self.module.trainer, place, batch)
+        while len(batches) < count and (batch := self._at(len(batches), batches)) is not None:
             batches.append(batch)
+        if len(batches) < count or not goes_further(batches):
+            self.catch_up()
+        elif self.feed.loads:
+            with self.feed.random.put_by():
+                self._at(count, batches)
+        else:
+            self._is_behind = True
         return batches
+
+    def catch_up(self) -> None:
+        """Hear of what ranks that load have fetched already, before they tell of anything else."""
+        self.feed.random.resume()
+        if self._is_behind:
+            waiting = private.fetched_early(self.module.trainer) or []
+            self._at(len(waiting), [batch for batch in waiting if isinstance(batch, AheadBatch)])
+
+    def _at(self, place: int, earlier: Sequence[AheadBatch]) -> AheadBatch | None:
+        """Return the batch at a place, which comes behind earlier ones; None if there is none."""
+        batch = private.peek_at(self.module.trainer, place, self._states)
+        if isinstance(batch, AheadBatch):
+            return batch
+        self._is_behind = False
+        if batch is private.NO_BATCH:
+            return None
+        received = self.receive(batch, [one.left for one in earlier])
+        private.put_ahead(self.module.trainer, place, received)
+        return received
 
     def _states(self) -> dict[int, Any]:
         """Return the states of loaders that can be resumed, on a rank that loads, by identity."""

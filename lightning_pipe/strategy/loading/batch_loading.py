@@ -27,7 +27,7 @@ import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -48,6 +48,7 @@ from lightning_pipe.strategy.loading.world_size import WholeData
 from lightning_pipe.strategy.parameters.stand_ins import absent_batch
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 
+T = TypeVar("T")
 _HOST = torch.device("cpu")
 _FEW_RANKS = 8  # to which the first tells what it has in less time than it takes to pass it on
 
@@ -81,6 +82,7 @@ class Feed:
         structures: that were met.
         told: number of the structure of the batch that was announced last.
         random: gives ranks that load nothing the random numbers of those that load.
+        catch_up: hears of batches of which this rank need not have heard yet.
         state_before: returns the state that a loader had before batches were loaded early, if any were.
     """
 
@@ -104,6 +106,7 @@ class Feed:
         self._early: list[FedIterator] = []
         self._holds_back = False
         self.tells_indices = False
+        self.catch_up: Callable[[], None] = lambda: None
         self.state_before: Callable[[StatefulFedLoader], dict[str, Any] | Exception | None] = lambda loader: None
         self.structures = KnownStructures()
         self.told = UNKNOWN
@@ -204,8 +207,22 @@ class Feed:
             raise PipelineError(f"The state of a loader is on rank {self.source}, to which there is no connection.")
         return loader.own_state()
 
+    @property
+    def may_be_behind(self) -> bool:
+        """Return whether other ranks may hear of a batch later than it is loaded.
+
+        Rank 0 tells of it then: to rank 0 others send more than batches, which would be taken for these.
+        """
+        return self._goes_on and self.source == 0 and not (self.tells_indices or self.random.are_drawn)
+
+    def broadcast(self, value: T, *, what: str) -> T:
+        """Return the value of the first loading rank on every rank, which does not wait where it goes on."""
+        send = self._control.tell_object if self._goes_on else self._control.broadcast
+        return send(value, source=self.source, what=what)
+
     def iterate(self, loader: FedLoader) -> FedIterator:
         """Begin an iteration."""
+        self.catch_up()
         iterator = FedIterator(loader, self, number=self._iterations)
         self._iterations += 1
         if not self._assigned:
@@ -253,6 +270,7 @@ class Feed:
         theirs = Announcement(*told.tolist())
         self._compare(mine, theirs)
         if theirs.random_bytes:
+            self.random.are_drawn = True
             content = torch.frombuffer(bytearray(packed if self.leads else theirs.random_bytes), dtype=torch.uint8)
             told = self._tell(content, source=self.source, what="the random numbers of loading")
             self.random.follow(pickle.loads(told.numpy().tobytes()))
@@ -331,7 +349,7 @@ class Feed:
         mine, what = torch.tensor([self.structures.number_of(content)]), "the structure of a batch"
         number = int(self._tell(mine, source=self.source, what=what))
         if number == UNKNOWN:
-            number = self.structures.learn(self._control.broadcast(content, source=self.source, what=what))
+            number = self.structures.learn(self.broadcast(content, what=what))
         return number
 
 

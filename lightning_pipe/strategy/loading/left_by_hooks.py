@@ -42,10 +42,12 @@ class LeftForTurn:
     Attributes:
         told: as every rank knows it.
         changes: the same on a rank that loads, with what others cannot be told.
+        overwritten: what else was seen to write to such a place until then; "" for nothing.
     """
 
     told: tuple[KeptState, ...] = ()
     changes: tuple[tuple[StateChange, KeptState | None], ...] = ()
+    overwritten: str = ""
 
 
 class LeftByHooks:
@@ -56,6 +58,10 @@ class LeftByHooks:
         control: connections to the other ranks.
         feed: who loads.
         device: where tensors are that others get.
+
+    Attributes:
+        last: what the transfer that was told last has left.
+        why_not_ahead: why no batch may be loaded before its turn; "" if it may.
     """
 
     def __init__(self, module: pl.LightningModule, control: ControlPlane, feed: Feed, *, device: torch.device) -> None:
@@ -63,7 +69,7 @@ class LeftByHooks:
         self._shared = (*shared_slots(module), *data_module_slots(module.trainer))
         self._before: ModuleState | None = None
         self._random: Randomness | None = None
-        self._last = LeftForTurn()  # of the transfer that was told last
+        self.last = LeftForTurn()
         self._places: list[tuple[Place, Any]] = []  # that hooks of the last training batch wrote to, as they left them
         self._epoch = -1  # of that batch
         self._transfers = 0  # of training batches
@@ -98,12 +104,13 @@ class LeftByHooks:
     def tell(self) -> None:
         """Let ranks that do not load have what hooks of the leading rank have changed; on all ranks together."""
         feed = self._feed
-        mine = (self.taken(), feed.random.since(self._random)) if feed.leads else ((), None)
-        left, drawn = self._control.broadcast(mine, source=feed.source, what="what batch hooks have left")
-        self._last = LeftForTurn(left, self._changes())
+        mine = (self.taken(), feed.random.since(self._random), self._overwritten) if feed.leads else ((), None, "")
+        left, drawn, overwritten = feed.broadcast(mine, what="what batch hooks have left")
+        feed.random.are_drawn |= drawn is not None
+        self.last = LeftForTurn(left, self._changes(), overwritten)
         self._before = None
         if self._module.trainer.training:
-            self._note(self._last)
+            self._note(self.last)
         if not feed.loads:
             feed.random.follow(drawn)
             for one in left:
@@ -125,7 +132,7 @@ class LeftByHooks:
                 self._put(one)
             self._places.clear()
             yield left
-            left.append(self._last)
+            left.append(self.last)
             self._places.clear()
         finally:
             present.restore()
@@ -136,15 +143,12 @@ class LeftByHooks:
         self._put(left)
         self._note(left)
 
-    def agree(self) -> None:
-        """Learn why no batch may be loaded before its turn, if there is a reason; on all ranks together."""
-        if not self.why_not_ahead:
-            what = "what else writes to what batch hooks leave"
-            name = self._control.broadcast(self._overwritten, source=self._feed.source, what=what)
+    def heed(self, left: LeftForTurn) -> None:
+        """Load nothing before its turn any more if what came with a batch says why; on all ranks alike."""
+        if left.overwritten and not self.why_not_ahead:
             self.why_not_ahead = (
-                f"hooks that move batches to the device leave {name}, which changes between two batches as well"
-                if name
-                else ""
+                f"hooks that move batches to the device leave {left.overwritten}, which changes between two batches as "
+                "well"
             )
 
     def _put(self, left: LeftForTurn) -> None:

@@ -7,6 +7,9 @@ whatever loading makes of it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from lightning_pipe.capture.steps.keyed_random import Randomness
@@ -22,11 +25,14 @@ class SharedRandomness:
 
     Attributes:
         loading: ranks that load; the first leads.
+        are_drawn: whether loading, or hooks of the transfer, were seen to draw numbers.
     """
 
     def __init__(self, control: ControlPlane, device: torch.device) -> None:
         self._control, self._device = control, device
         self.loading = tuple(range(control.ranks))
+        self.are_drawn = False
+        self._later: Randomness | None = None
 
     @property
     def _leads(self) -> bool:
@@ -35,6 +41,21 @@ class SharedRandomness:
     @property
     def _is_followed(self) -> bool:
         return len(self.loading) < self._control.ranks
+
+    @contextlib.contextmanager
+    def put_by(self) -> Iterator[None]:
+        """Take numbers that are drawn inside back until `resume`, when the other ranks hear of them."""
+        before = self.now()
+        yield
+        self._later = self.since(before)
+        if before is not None and self._later is not None:
+            before.restore(self._device)
+
+    def resume(self) -> None:
+        """Go on with what was put by."""
+        later, self._later = self._later, None
+        if later is not None:
+            later.restore(self._device)
 
     def share(self) -> None:
         """Give all ranks the state of the first that loads; on all ranks together."""

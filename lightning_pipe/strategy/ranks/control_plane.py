@@ -112,6 +112,16 @@ class ControlPlane:
         self.wait(self.hear(tensor, source=source, what=what))
         return tensor
 
+    def tell_object(self, value: T, *, source: int, what: str) -> T:
+        """Return the value of rank `source` on every rank; it goes on at once, as with `tell`."""
+        packed = _pack(value) if self.rank == source else b""
+        size = self.tell(torch.tensor([len(packed)]), source=source, what=what)
+        content = torch.frombuffer(bytearray(packed), dtype=torch.uint8) if packed else torch.empty(0)
+        if self.rank != source:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self.tell(content, source=source, what=what)
+        return value if self.rank == source else _unpack(content)
+
     def hear(self, tensor: torch.Tensor, *, source: int, what: str) -> Wait:
         """Begin to do as `tell` does; a rank that waits has its copy."""
         if self._transport is None:
