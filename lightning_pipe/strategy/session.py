@@ -131,6 +131,7 @@ class Session:
         self._is_early = False  # whether the plan has to wait for the first training batch
         self._is_accumulating = False  # whether gradients of more batches are to come before the optimizer steps
         self._clippers: list[Clipper] = []
+        self._waits_told: set[str] = set()
         self._correction: Correction | None = None
         self._hooks = GradientHooks(self.weights, device=device)
         self._are_gradients_read = False
@@ -454,8 +455,17 @@ class Session:
                 self._left.heed(batch.left)
             if self._left.why_not_ahead:
                 return False
-        is_known = batches_left(trainer) > len(batches) > 0 and private.fetched_early(trainer) is not None
-        return is_known and self._feed.may_be_behind
+        if not batches_left(trainer) > len(batches) > 0:
+            return False
+        is_known = private.fetched_early(trainer) is not None
+        why = self._feed.why_not_behind if is_known else "the loader has no length, or is one of several"
+        if why and why not in self._waits_told:
+            self._waits_told.add(why)
+            rank_zero_info(
+                f"Ranks wait between two rounds until a batch is loaded, since {why}. A step may take longer than the "
+                f"plan says with versions={self._config.versions!r}; its numbers stay the same."
+            )
+        return not why
 
     @property
     def _warms_up(self) -> bool:

@@ -276,12 +276,15 @@ def waiting(options: dict[str, Any]) -> list[int]:
     module, callback = Noting(), Waiting()
     trainer = make_trainer(dapple(**options), max_epochs=1, callbacks=[callback])
     trainer.calls = []
-    trainer.fit(module, module.data())
+    trainer.fit(module, DataLoader(module.data().dataset, module.data().batch_size, shuffle=True))
     return callback.counts
 
 
 def test_ranks_that_load_tell_of_a_batch_a_round_before_others_need_it() -> None:
-    """The last stage is the first to end a round; it would wait for the first one to load what the next round needs."""
+    """The last stage is the first to end a round; it would wait for the first one to load what the next round needs.
+
+    A loader that shuffles draws one random number, with the first batch.
+    """
     options = {"layout": "1-1", "microbatches": 2, "planner": "uniform", "versions": "pipedream"}
     first, last = World(2).run(waiting, options)
     assert (first, last) == ([0, 2, 2, 1, 0], [0, 1, 1, 1, 0])

@@ -208,12 +208,16 @@ class Feed:
         return loader.own_state()
 
     @property
-    def may_be_behind(self) -> bool:
-        """Return whether other ranks may hear of a batch later than it is loaded.
+    def why_not_behind(self) -> str:
+        """Return why other ranks have to hear of a batch when it is loaded; "" if they may hear of it later.
 
         Rank 0 tells of it then: to rank 0 others send more than batches, which would be taken for these.
         """
-        return self._goes_on and self.source == 0 and not (self.tells_indices or self.random.are_drawn)
+        if self.random.are_drawn:
+            return "loading, or hooks that move batches, draw random numbers"
+        if self.tells_indices:
+            return "a prediction writer asks for the indices of samples"
+        return "" if self._goes_on and self.source == 0 else "batches are not loaded on rank 0, or go to many ranks"
 
     def broadcast(self, value: T, *, what: str) -> T:
         """Return the value of the first loading rank on every rank, which does not wait where it goes on."""
@@ -270,7 +274,7 @@ class Feed:
         theirs = Announcement(*told.tolist())
         self._compare(mine, theirs)
         if theirs.random_bytes:
-            self.random.are_drawn = True
+            self.random.are_drawn |= place[1] > 0  # an iteration that shuffles draws with its first batch alone
             content = torch.frombuffer(bytearray(packed if self.leads else theirs.random_bytes), dtype=torch.uint8)
             told = self._tell(content, source=self.source, what="the random numbers of loading")
             self.random.follow(pickle.loads(told.numpy().tobytes()))
