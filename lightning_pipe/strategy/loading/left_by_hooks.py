@@ -144,7 +144,7 @@ class LeftByHooks:
         self._note(left)
 
     def heed(self, left: LeftForTurn) -> None:
-        """Load nothing before its turn any more if what came with a batch says why; on all ranks alike."""
+        """Take no batch before its turn any more if what came with a batch says why; on all ranks alike."""
         if left.overwritten and not self.why_not_ahead:
             self.why_not_ahead = (
                 f"hooks that move batches to the device leave {left.overwritten}, which changes between two batches as "
