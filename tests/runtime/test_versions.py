@@ -226,6 +226,7 @@ DRAINS = ({}, {3: False, 4: False, 8: False}, {3: True, 4: True, 8: True})
 COUNTS = [1, 2, 4]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_chain_of_numbers_trains_by_the_recursion_of_its_policy(

@@ -132,8 +132,8 @@ def fail() -> None:
     ("worker", "arguments", "words"),
     [
         (by_hook, ("raises", (1,)), "the user's mistake"),
-        (by_loader, (), "the user's mistake"),
-        (inside, ("0I1", 0, fail), "the user's mistake"),
+        pytest.param(by_loader, (), "the user's mistake", marks=pytest.mark.slow),
+        pytest.param(inside, ("0I1", 0, fail), "the user's mistake", marks=pytest.mark.slow),
         (inside, ("1F1", 1, interrupt), INTERRUPTED),
         pytest.param(by_hook, ("raises", (0,)), "the user's mistake", marks=pytest.mark.slow),
         pytest.param(inside, ("0F2", 0, interrupt), INTERRUPTED, marks=pytest.mark.slow),

@@ -17,7 +17,7 @@ from strategy.small import samples
 from strategy.test_resumed_loaders import Counting
 
 POLICIES = ["pipedream", "2bw", "spectrain", "xpipe", "pipemare", "pipedream_vertical", "pb_sc"]
-FAST = ("pipedream", "2bw", "spectrain", "pipemare")
+FAST = ("2bw", "pipemare")
 TABLE = [
     pytest.param(policy, seed, marks=() if seed == 0 and policy in FAST else pytest.mark.slow)
     for policy in POLICIES

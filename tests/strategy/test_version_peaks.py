@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.config import WeightVersions
 from lightning_pipe.runtime.memory import PeakMemory
 from ranks.world import World
+from slow import slow_but
 from strategy.fits import dapple, make_trainer
 
 WIDTH, ROWS, BATCHES = 384, 64, 8
@@ -69,7 +70,9 @@ def fit(versions: str, folder: Path) -> tuple[int | None, tuple[int, ...], list[
     return watch.peak.bytes, watch.wanted, watch.there
 
 
-@pytest.mark.parametrize("versions", [name for name in get_args(WeightVersions) if name != "sync"])
+@pytest.mark.parametrize(
+    "versions", slow_but(("2bw", "pipemare"), [name for name in get_args(WeightVersions) if name != "sync"])
+)
 def test_the_peak_is_as_foreseen(versions: str, tmp_path: Path) -> None:
     (risen, wanted, there), (other, _, _) = World(2).run(fit, versions, tmp_path)
     measured = [risen + there[0], other + there[1]]

@@ -103,12 +103,14 @@ def train(
 @pytest.mark.parametrize(
     ("policy", "stages", "count", "after", "options", "stream"),
     [
-        ("pipedream", 2, 2, (), {"val_check_interval": 3}, False),
+        pytest.param("pipedream", 2, 2, (), {"val_check_interval": 3}, False, marks=pytest.mark.slow),
         ("pipedream", 3, 1, (4, 7), {"limit_val_batches": 0}, False),
         ("pipedream", 3, 2, (), {"max_epochs": 2, "limit_val_batches": 0}, True),
         ("2bw", 2, 2, (5,), {"limit_val_batches": 0}, True),
         ("2bw", 3, 2, (), {"val_check_interval": 4, "max_steps": 10}, False),
-        ("pipedream", 2, 1, (), {"limit_train_batches": 8, "limit_val_batches": 0}, True),
+        pytest.param(
+            "pipedream", 2, 1, (), {"limit_train_batches": 8, "limit_val_batches": 0}, True, marks=pytest.mark.slow
+        ),
         pytest.param("2bw", 4, 4, (3, 6), {"max_epochs": 2}, False, marks=pytest.mark.slow),
         pytest.param("pipedream", 4, 1, (3, 4), {"max_epochs": 2}, True, marks=pytest.mark.slow),
     ],
@@ -160,7 +162,7 @@ VALIDATES = (("val_check_interval", 3),)
 
 def test_validation_changes_no_digit(tmp_path: Path) -> None:
     """Forwards in flight stay there while the weights that they have read are validated."""
-    policies = ["pipedream", "2bw", "spectrain"]
+    policies = ["2bw", "spectrain"]
     trainings = [Reads(READS, policy, 2, trainer) for policy in policies for trainer in ((), VALIDATES)]
     for fits in World(2).run(fit, trainings, [reads.policy for reads in trainings], tmp_path):
         for policy, without, validated in zip(policies, fits[::2], fits[1::2], strict=True):
