@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_pipe.capture.recording.replay_state import is_inside
 from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls, generator_states
 from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources, WrittenPlace
@@ -58,6 +60,7 @@ class Run:
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
         repeatable: units that return the same when they are called again after the step.
+        first_draw: how many units had begun when glue drew random numbers first; None if it has not.
     """
 
     samples: int
@@ -80,6 +83,7 @@ class Run:
     seeds: bool
     numbers: Mapping[Place, float]
     repeatable: frozenset[int] = frozenset()
+    first_draw: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class UnitRecorder:
         results += tensors_in([one.value for one in left])
         changes = units.changes()
         state: set[Source] = {("state", change.name) for change in changes if change.is_tensor}
-        ends = None if loss is None else reductions(loss)
+        of_units = units.made_outputs - {None}
+        ends = None if loss is None else reductions(loss, units=of_units, samples=self._count(other))
         backward_s, trained = 0.0, frozenset[str]()
         if loss is not None and not other:
             backward_s, trained = self._differentiate(loss, detached=play.detached)
@@ -188,6 +193,7 @@ class UnitRecorder:
             of_samples=units.buffers_of_samples(),
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
+            first_draw=follower.first_draw,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
 
@@ -259,6 +265,7 @@ class UnitRecorder:
         module, recording, seeded = self.request.module, StepRecording(), list[str]()
         units = UnitCalls(module, chosen, watch=StateWatch(module), places=PlaceWatch(module, places))
         follower = units.follower
+        units.note_untouched(leaves)
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:
@@ -304,6 +311,26 @@ class UnitRecorder:
             output = self._call(leaves)
             recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
         return recording
+
+    def compare_glue(self, trial: GlueTrial, kept: ModuleSnapshot) -> None:
+        """Run glue without randomness on two parts of some samples, and on these.
+
+        Args:
+            trial: notes what units are given.
+            kept: content of the module that every run begins with.
+        """
+        dim, count = self.request.batch_dim, min(self.request.count, self.total - 1)
+        counts = (count, min(2 * count, self.total) - count)
+        rows = torch.linspace(0, self.total - 1, sum(counts)).long()
+        for part in (*rows.split(counts), rows):
+            kept.restore()
+            leaves = [
+                t.index_select(dim, part.to(t.device)) if c else t.clone()
+                for t, c in zip(self._tensors, self._cut, strict=True)
+            ]
+            no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+            with kept.keeper, self._scene(StepRecording()), no_randomness:
+                trial.run(partial(self._call, leaves), len(part), is_part=part is not rows)
 
     @property
     def has_lists(self) -> bool:

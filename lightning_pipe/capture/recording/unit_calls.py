@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,8 +25,8 @@ from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.stage_program import memory_order
-from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
+from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage, version_of
 from lightning_pipe.lightning_names import pl
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # type, shape, order in memory
@@ -39,6 +39,7 @@ class Seen:
     Attributes:
         path: of the sub-module.
         reads: sources of its inputs.
+        is_given_as_is: whether its inputs are tensors of the batch, or what units returned, and nothing else.
         template: what it returned, with slots for tensors.
         outputs: forms of these tensors.
         is_understood: whether all tensors that it returned have slots.
@@ -49,6 +50,7 @@ class Seen:
 
     path: str
     reads: Sources
+    is_given_as_is: bool = False
     template: Any = None
     outputs: list[Form] = field(default_factory=list)
     is_understood: bool = False
@@ -90,6 +92,7 @@ class UnitCalls:
         seen: what was seen of the units, in the order of their calls.
         checkpoints: knows whether a checkpoint runs, outside of units.
         writers: of each place that has changed: the units inside which it has; None where glue has changed it.
+        made_outputs: nodes of autograd's graph that made what units returned.
     """
 
     def __init__(
@@ -107,6 +110,16 @@ class UnitCalls:
         self.seen: list[Seen] = []
         self._calls: dict[int, _Call] = {}  # of units that keep something for a backward
         self.checkpoints = CheckpointDepth()
+        self.made_outputs: set[Any] = set()
+        self._untouched: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its version
+
+    def note_untouched(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors that glue has not made, so that a unit may be given them as they are."""
+        self._untouched |= {id(tensor): (tensor, version_of(tensor)) for tensor in tensors}
+
+    def _is_untouched(self, tensor: torch.Tensor) -> bool:
+        known = self._untouched.get(id(tensor))
+        return known is not None and known[1] == version_of(tensor)
 
     def intercepted(self) -> Any:
         """Return the context within which calls are intercepted."""
@@ -124,7 +137,8 @@ class UnitCalls:
         self.note_writer(None)
         follower, unit = self.follower, len(self.seen)
         given = list(tensors_in((args, kwargs), objects=True))
-        seen = Seen(path, follower.reads(given))
+        is_given_as_is = all(map(self._is_untouched, given)) and not any(found_in((args, kwargs), (int, float)))
+        seen = Seen(path, follower.reads(given), is_given_as_is)
         self.seen.append(seen)
         follower.begun, follower.inside = unit + 1, unit
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
@@ -199,9 +213,11 @@ class UnitCalls:
         output = mapped(output, torch.Tensor, torch.Tensor.clone)
         tensors = flatten(output)[0]
         seen.template = structure.template
+        self.note_untouched(tensors)
         for number, tensor in enumerate(tensors):
             seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
             self.follower.returned(tensor, unit, number)
+            self.made_outputs.add(tensor.grad_fn)
             if tensor.requires_grad:
                 seen.differentiable.add(number)
                 tensor.register_hook(partial(_note_gradient, seen.differentiated, number))

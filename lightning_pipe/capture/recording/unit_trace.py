@@ -6,7 +6,9 @@
    before it have left on the module is there.
 3  Runs with another number of samples, on other slices of the batch, tell which dimensions follow the samples, and
    which outputs have shapes that nothing tells beforehand.
-4  Runs on two parts of some samples and on both, twice, tell how what is said is combined (`said_roles`).
+4  Runs on two parts of some samples and on both tell whether glue gives units of micro-batches what the batch gives
+   them (`unit_inputs`). Where the batch's head cannot say what the step says, more of them tell how what is said of
+   micro-batches is combined (`said_roles`).
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
 step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -32,9 +35,10 @@ from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorde
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_place, said_roles
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
-from lightning_pipe.capture.recording.unit_loss import combine_of
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial
+from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
-from lightning_pipe.capture.recording.units import Source, Sources, Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import MOST_SAID, Head, Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
@@ -95,17 +99,24 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             with contextlib.suppress(CaptureError):  # then they may depend on the samples
                 once |= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)]) & first_buffers
         written = runner.writers([run, *others], chosen, kept)
-        said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
+        if drawn():  # dice may fall alike once
+            run = replace(run, repeatable=frozenset())
+        trace = _described(request, run, others, [call.seconds for call in calls])
+        head: Head = _head(trace, (run, *others)) if others and fits and not drawn() else ""
+        unlike = ""
+        if head:
+            trace, unlike = _with_glue(runner, trace, steady)
+        said = _said_of_parts(runner, steady) if others and fits and not (head or drawn()) else NOTHING_SAID
         steady.restore()
         in_python = drawn()
-    if in_python:  # dice may fall alike once
-        run = replace(run, repeatable=frozenset())
-    trace = _described(request, run, others, [call.seconds for call in calls])
+    whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
+    whole = (only or whole or unlike or said.by_count) if fits else _KEEPS_SIZES
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
         is_random_in_python=in_python,
-        whole=(only or trace.whole or said.by_count) if fits else _KEEPS_SIZES,
+        whole=whole,
+        head="" if whole else head,
         once=once,
         said=said,
         written=written,
@@ -150,6 +161,41 @@ def _other_runs(
         except CaptureError as error:
             why = why or str(error)
     return [], True, why
+
+
+def _head(trace: UnitTrace, runs: Sequence[Run]) -> Head:
+    """Return what the head of a step does; "" where it cannot be made of what units gave for all micro-batches."""
+    last = len(trace.units)
+    if trace.changes or any(run.first_draw is not None and run.first_draw < last for run in runs):
+        return ""  # a head would change state that micro-batches read, or draw other numbers than they did
+    read = [trace.units[int(k)] for kind, k in trace.tail if kind == "unit"]
+    outputs = [output for unit in read for output in unit.outputs]
+    if not all(unit.is_fixed for unit in read) or any(output.batch_dim is None for output in outputs):
+        return ""
+    if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
+        return "holds"
+    many = any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs)
+    return "" if many else "speaks"
+
+
+def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str]:
+    """Return units with their blocks, and why batches must not be cut: glue gives units what it makes of all samples.
+
+    Args:
+        runner: runs the step.
+        trace: its units.
+        kept: content of the module that runs begin with.
+    """
+    if all(unit.is_given_as_is for unit in trace.units) or runner.total < 2:
+        return trace, ""
+    trial = GlueTrial(trace, runner.request.module, runner.request.device)
+    try:
+        runner.compare_glue(trial, kept)
+    except Exception as error:  # whatever the step raises for these samples
+        return trace, f"what it gives its sub-modules cannot be compared ({type(error).__name__}: {error})"
+    units = tuple(replace(unit, blocks=trial.blocks.get(k, 1)) for k, unit in enumerate(trace.units))
+    why = f"what it gives {trial.unlike} is made of all samples" if trial.unlike else ""
+    return replace(trace, units=units), why
 
 
 def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
@@ -270,7 +316,8 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=writes,
-        whole=_why_whole(request.module, runs) if others else "",
+        is_proven=run.reductions is not None
+        and is_proven([(one.samples, one.reductions) for one in runs if one.reductions]),
         keeping=keeping,
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
@@ -288,8 +335,15 @@ def _trainable(module: nn.Module, units: Sequence[Unit], reads: Iterable[Sources
     return frozenset(name for name in names if module.get_parameter(name).requires_grad)
 
 
-def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:
-    """Return why micro-batches would not do what the whole batch does; "" if they may."""
+def _why_whole(module: nn.Module, units: Sequence[Unit], runs: Sequence[Run], *, in_head: bool) -> str:
+    """Return why micro-batches would not do what the whole batch does; "" if they may.
+
+    Args:
+        module: of the step.
+        units: its units.
+        runs: with different samples.
+        in_head: whether what is kept outside of units is kept once per batch.
+    """
     if any(run.seeds for run in runs):
         return "it seeds torch's generators"
     first, *others = runs
@@ -310,6 +364,8 @@ def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:
         )
     for other in others:
         for one, two in itertools.zip_longest(first.left, other.left):
+            if in_head and not any(is_inside(either, unit.path) for either in (one, two) if either for unit in units):
+                continue
             if one is None or two is None or not same_left(one, two):
                 return f"what it keeps in {(one or two).name} depends on the samples"
     return ""
@@ -353,6 +409,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
         flops=runs[0].flops.get(k, 0),
         saved_bytes=sum(first.saved.values()),
         is_fixed=understood and same and all(fixed for _, fixed in outputs),
+        is_given_as_is=all(seen.is_given_as_is for seen in (first, *others)),
     )
 
 
