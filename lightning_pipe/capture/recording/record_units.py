@@ -254,7 +254,7 @@ class UnitRecorder:
         units = self._play(chosen, kept, 0, places=left).units
         units.note_writer(None)
         return tuple(
-            WrittenPlace(left[path], path, frozenset(len(units.seen) - 1 if unit is None else unit for unit in by))
+            WrittenPlace(left[path], path, frozenset(len(units.seen) if unit is None else unit for unit in by))
             for path, by in units.writers.items()
         )
 

@@ -136,7 +136,7 @@ class WrittenPlace:
     Attributes:
         name: for a reader.
         path: where it is.
-        units: inside which it changes; the last unit stands for glue, which the last stage runs to the end.
+        units: inside which it changes; their number stands for glue, which the last stage runs to the end.
     """
 
     name: str

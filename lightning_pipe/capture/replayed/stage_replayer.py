@@ -59,6 +59,27 @@ class _Tape:
     left: ModuleState | None
 
 
+@dataclass(frozen=True)
+class Played:
+    """A play.
+
+    Attributes:
+        tape: handle of its tape.
+        sent: outputs of the sent units.
+        asked: sums of the rows of what units were given whose inputs are compared.
+        loss: the loss; zero where there is none.
+        changed: buffers that it has changed.
+        recording: what it has said.
+    """
+
+    tape: int
+    sent: Mapping[int, Tensors]
+    asked: Mapping[int, torch.Tensor]
+    loss: torch.Tensor
+    changed: Mapping[str, torch.Tensor]
+    recording: StepRecording
+
+
 class StageReplayer:
     """Play the forward and the backward of one stage.
 
@@ -91,8 +112,8 @@ class StageReplayer:
         state: dict[str, torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
-    ) -> tuple[int, dict[int, Tensors], torch.Tensor, dict[str, torch.Tensor]]:
-        """Play the step on some samples.
+    ) -> Played:
+        """Play the step on some samples; on all of them, if this is a head.
 
         Args:
             samples: their number.
@@ -102,7 +123,7 @@ class StageReplayer:
             given: outputs of the given units.
 
         Returns:
-            Handle of the tape, outputs of the sent units, the loss (zero where there is none), and changed buffers.
+            What the play has made.
 
         Raises:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
@@ -132,7 +153,7 @@ class StageReplayer:
                 answered_calls(self._step.modules.values(), run.answer),
             ):
                 stack.enter_context(entered)
-            if self._part.is_last and self._step.has_backward:
+            if self._part.is_last and self._step.has_backward and not self._step.head:
                 stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
@@ -146,16 +167,17 @@ class StageReplayer:
             is_read = self._step.has_backward and any(True for _ in python.changes())
             left = python.now() if is_read else None
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
+        recording.called, recording.answers = tuple(run.called), answerer.answers
         if self._part.is_last:
-            recording.is_whole, recording.answers = True, answerer.answers
+            recording.is_whole = True
             recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained.get(n, flag)}
             finish(recording, output, loss)
             self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
-        if self._part.is_last or recording.kept:
+        if self._part.is_last or self._part.stops or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
-        return self._keep(run, loss, state, left), sent, told, changed
+        return Played(self._keep(run, loss, state, left), sent, run.asked, told, changed, recording)
 
     def backward(
         self,
@@ -205,6 +227,10 @@ class StageReplayer:
         self._refuse_attached(k for k, tensors in detached.items() for _ in tensors if next(surprising) is not None)
         self._refuse_spare(name for name in tape.spare if trained.get(name) is not None)
         return returned, {name: trained.get(name) for name in tape.parameters}
+
+    def forget(self, handle: int) -> None:
+        """Forget a play that is not differentiated."""
+        self._tapes.pop(handle, None)
 
     def _refuse_attached(self, units: Iterable[int]) -> None:
         for k in units:
@@ -267,18 +293,23 @@ class StageReplayer:
             one
             for one in python.kept()
             if (
-                knowing[one.path] == number
+                knowing[one.path] == number and self._is_whose(one)
                 if one.path in knowing
-                else speaks(one, own=own, others=others, is_last=self._part.is_last)
+                else speaks(one, own=own, others=others, is_last=self._part.is_last and self._is_whose(one))
             )
         ]
         if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
         return [replace(one, value=recording.lift(one.value)) for one in left]
 
+    def _is_whose(self, left: KeptState) -> bool:
+        """Return whether a play notes what glue has left, or, where a head does, what units have."""
+        by_glue = left.path in self._now.written_by_glue or left.path not in self._now.knowing
+        return not self._step.head or by_glue == self._part.is_head
+
     def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor]) -> Any:
         every, sizes = range(len(self._step.structure.leaves)), self._now.sizes
-        begin = sum(sizes[: key.microbatch]) + key.first_sample
+        begin = sum(sizes[: max(key.microbatch, 0)]) + key.first_sample
         template = with_rows(self._now.template, sum(sizes), range(begin, begin + samples))
         structure = replace(self._step.structure, template=template)
         batch = structure.fill(

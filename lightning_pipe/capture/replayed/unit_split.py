@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -13,25 +14,28 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of
+from lightning_pipe.capture.replayed.replay_head import ReplayHead, added, scaled
+from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
-from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import BatchHead, Combine, Half, Split, StageProgram, Value
 from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
 
 TAPE, TANGENT = "tape", "tangent"
+OF_HEAD = -1  # in the place of a stage that gradients come back from
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage: its units, and what it needs."""
+    """One stage: its units, what it needs, and of that what its head needs."""
 
     number: int
     begin: int
     end: int
     needs: StageNeeds
+    head: StageNeeds | None = None
 
 
 class UnitSplitter:
@@ -58,6 +62,7 @@ class UnitSplitter:
         self._held, self._recomputed = held, recomputed
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
         self._units = trace.units
+        self._asked: tuple[int, ...] = ()
         self._batch_dim = request.batch_dim if request.samples is not None else None
         self._buffers = tuple(name for name, _ in request.module.named_buffers())
         self._names: dict[str, list[str]] = defaultdict(list)
@@ -67,11 +72,14 @@ class UnitSplitter:
     def split(self, cuts: tuple[int, ...]) -> Split:
         """Cut before the units at these positions, which must be allowed."""
         bounds = (0, *cuts, len(self._units))
+        if self._trace.head:
+            self._asked = compared_units(self._trace, self._leaf_sizes())
         stages = [
-            _Stage(s, begin, end, needs_of(self._trace, begin, end, is_last=s == len(cuts)))
-            for s, (begin, end) in enumerate(itertools.pairwise(bounds))
+            self._stage(number, begin, end, is_last=number == len(cuts))
+            for number, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
+        owner[len(self._units)] = len(cuts)  # of glue
         self._follow_state(owner)
         inside = {owner[k] for k in self._trace.keeping}
         self._now.speakers = tuple(sorted({*inside, *self._now.knowing.values(), len(stages) - 1}))
@@ -86,10 +94,29 @@ class UnitSplitter:
         owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
         return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
 
+    @property
+    def _stops(self) -> bool:
+        """Return whether plays of the last stage end behind its last unit."""
+        return self._trace.head == "holds" or (self._trace.head == "speaks" and self._trace.loss is None)
+
+    def _leaf_sizes(self) -> list[float]:
+        """Return how many numbers the tensors of the batch have by sample."""
+        leaves, samples = self._request.structure.leaves, self._trace.samples
+        return [math.prod(leaf_size(leaf, samples, self._batch_dim)) / samples for leaf in leaves]
+
+    def _stage(self, number: int, begin: int, end: int, *, is_last: bool) -> _Stage:
+        needs = needs_of(self._trace, begin, end, is_last=is_last and not self._stops)
+        if not is_last or not self._trace.head:
+            return _Stage(number, begin, end, needs)
+        head = head_needs(self._trace, self._asked)
+        return _Stage(number, begin, end, needs.joined(head, begin=begin), head)
+
     def _follow_state(self, owner: Mapping[int, int]) -> None:
         """Note which stage knows of Python state outside of units; warn where several write to it."""
         stages = {place: {owner[k] for k in place.units} for place in self._trace.written}
         self._now.knowing = {place.path: min(by) for place, by in stages.items() if len(by) == 1}
+        glue = len(self._units)
+        self._now.written_by_glue = frozenset(place.path for place in self._trace.written if glue in place.units)
         if scattered := sorted(place.name for place, by in stages.items() if len(by) > 1):
             rank_zero_warn(
                 f"{', '.join(scattered)} is changed inside of sub-modules (by a hook, say) that different ranks run. "
@@ -97,23 +124,23 @@ class UnitSplitter:
                 "counts the calls of that stage alone. Keep it on the sub-modules themselves, or in the step."
             )
 
-    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
-        part = self._part(stage, stages)
-        player = StageReplayer(
-            PlayedStep(
-                module=self._request.module,
-                method=self._request.method,
-                structure=self._request.structure,
-                batch_dim=self._batch_dim,
-                context=self._request.context,
-                trace=self._trace,
-                device=self._request.device,
-                has_backward=self._trace.loss is not None,
-            ),
-            part,
-            self._now,
+    def _played(self) -> PlayedStep:
+        return PlayedStep(
+            module=self._request.module,
+            method=self._request.method,
+            structure=self._request.structure,
+            batch_dim=self._batch_dim,
+            context=self._request.context,
+            trace=self._trace,
+            device=self._request.device,
+            has_backward=self._trace.loss is not None,
         )
-        has_loss = part.is_last and self._trace.loss is not None
+
+    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
+        part, step = self._part(stage, stages), self._played()
+        player = StageReplayer(step, part, self._now)
+        has_loss = stage is stages[-1] and self._trace.loss is not None
+        head = None if stage.head is None else self._head_part(stage, stage.head, part)
         leaves = {f"leaf{i}": i for i in part.leaves}
         receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
         sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
@@ -128,6 +155,12 @@ class UnitSplitter:
         for k, target in part.receivers:
             sends["F", target] += self._output_names(k)
             receives["B", target] += self._gradient_names(k, target)
+        last, asked = len(stages) - 1, [_asked_name(k) for k in self._asked if owner[k] == stage.number]
+        if stage.number < last:
+            sends["F", last] += asked
+        else:
+            for k in (k for k in self._asked if owner[k] != last):
+                receives["F", owner[k]].append(_asked_name(k))
         is_trained = self._trace.loss is not None
         return StageProgram(
             stage=stage.number,
@@ -135,8 +168,8 @@ class UnitSplitter:
             buffers={f"buffer:{name}": name for name in part.buffers},
             leaves=leaves if stage.number == 0 else {},
             tangents=(TANGENT,) if has_loss else (),
-            forward=self._forward(player, has_loss=has_loss),
-            input_grad=self._backward(player, stage.number, has_loss=has_loss) if is_trained else None,
+            forward=self._forward(player, has_loss=has_loss and part.is_last),
+            input_grad=self._backward(player, stage.number, head, has_loss=has_loss) if is_trained else None,
             weight_grad=None,
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
@@ -145,7 +178,58 @@ class UnitSplitter:
             written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
+            head=None if head is None else self._head(ReplayHead(step, head, self._now)),
         )
+
+    def _head_part(self, stage: _Stage, needs: StageNeeds, part: StageSpec) -> StageSpec:
+        """Return what the head plays: no unit, to the end of the step."""
+        end, holds = len(self._units), self._trace.head == "holds"
+        read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
+        return replace(
+            part,
+            begin=end,
+            end=end,
+            is_last=True,
+            stops=False,
+            is_head=True,
+            given=needs.units,
+            leaves=needs.leaves,
+            sent=(),
+            parameters={name: tuple(self._names[name]) for name in needs.parameters},
+            absent=tuple(n for name in sorted(read - {*needs.parameters}) for n in self._names[name]),
+            buffers=tuple(name for name in self._buffers if name in needs.state),
+            mutations=(),
+            trained=tuple(name for name in needs.parameters if holds and name in self._trace.trained),
+            receivers=(),
+            recomputed=frozenset(),
+            asked=self._asked,
+        )
+
+    def _head(self, head: ReplayHead) -> BatchHead:
+        part = head.part
+        state = self._state_names(part)
+        inputs = [*_state_values(part), *(f"leaf{i}" for i in part.leaves)]
+        inputs += [name for k in part.given for name in self._output_names(k)] + [_asked_name(k) for k in part.asked]
+        outputs: list[str] = []
+        if head.holds:
+            outputs = [LOSS, *(n for k in part.given for n in self._gradient_names(k, OF_HEAD))]
+            outputs += [_head_gradient(name) for name in part.trained]
+
+        def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
+            tensors = iter(values)
+            hung = {name: next(tensors) for name in state}
+            batch = {i: next(tensors) for i in part.leaves}
+            given = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
+            asked = {k: next(tensors) for k in part.asked}
+            loss, rows, trained = head.run(samples, key, state=hung, leaves=batch, given=given, asked=asked)
+            if not head.holds:
+                return ()
+            return (loss, *(g for k in part.given for g in rows[k]), *(trained[name] for name in part.trained))
+
+        return BatchHead(Half(tuple(inputs), tuple(outputs), run), holds_backwards=head.holds)
+
+    def _state_names(self, part: StageSpec) -> list[str]:
+        return [*(name for own in part.parameters.values() for name in own), *part.buffers]
 
     def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
         units, needs = self._units, stage.needs
@@ -163,10 +247,12 @@ class UnitSplitter:
             number=stage.number,
             begin=stage.begin,
             end=stage.end,
-            is_last=stage.number == len(stages) - 1,
+            is_last=stage is stages[-1] and not self._stops,
+            stops=stage is stages[-1] and self._stops,
+            asked=tuple(k for k in self._asked if k in own),
             given=needs.units,
             leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
-            sent=tuple(sorted({k for k, _ in receivers})),
+            sent=tuple(sorted({*(k for k, _ in receivers), *(k for k in own if stage.head and k in stage.head.units)})),
             parameters={name: tuple(self._names[name]) for name in needs.parameters},
             absent=(*(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]), *written),
             buffers=tuple(buffers),
@@ -186,12 +272,11 @@ class UnitSplitter:
 
     def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
         part = player.part
-        parameters = [name for own in part.parameters.values() for name in own]
-        state = [*parameters, *part.buffers]
-        leaves = [f"leaf{i}" for i in part.leaves]
-        inputs = [f"parameter:{n}" for n in parameters] + [f"buffer:{n}" for n in part.buffers] + leaves
+        state = self._state_names(part)
+        inputs = [*_state_values(part), *(f"leaf{i}" for i in part.leaves)]
         given = [name for k in part.given for name in self._output_names(k)]
         outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
+        outputs += [_asked_name(k) for k in part.asked]
         changed = [f"changed:{name}" for name in part.mutations]
 
         def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
@@ -199,14 +284,18 @@ class UnitSplitter:
             hung = {name: next(tensors) for name in state}
             batch = {i: next(tensors) for i in part.leaves}
             handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
-            handle, sent, loss, buffers = player.forward(samples, key, state=hung, leaves=batch, given=handed)
-            made = [tensor for k in part.sent for tensor in sent[k]]
-            return (handle, *made, *([loss] if has_loss else []), *(buffers[name] for name in part.mutations))
+            play = player.forward(samples, key, state=hung, leaves=batch, given=handed)
+            made = [tensor for k in part.sent for tensor in play.sent[k]]
+            made += [play.loss] if has_loss else []
+            made += [play.asked[k] for k in part.asked]
+            return (play.tape, *made, *(play.changed[name] for name in part.mutations))
 
         return Half((*inputs, *given), (*outputs, *changed), run)
 
-    def _backward(self, player: StageReplayer, number: int, *, has_loss: bool) -> Half:
+    def _backward(self, player: StageReplayer, number: int, head: StageSpec | None, *, has_loss: bool) -> Half:
         part = player.part
+        if head is not None and self._trace.head == "holds":
+            return self._headed_backward(player, number, head)
         back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
         inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
         outputs = [name for k in part.given for name in self._gradient_names(k, number)]
@@ -217,6 +306,30 @@ class UnitSplitter:
             gradients = {(k, target): tuple(next(tensors) for _ in names) for k, target, names in back}
             returned, trained = player.backward(handle, tangent=tangent, gradients=gradients)
             return (*(g for k in part.given for g in returned[k]), *(trained[name] for name in part.trained))
+
+        return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
+
+    def _headed_backward(self, player: StageReplayer, number: int, head: StageSpec) -> Half:
+        """Return the backward of a stage whose head has made the gradients of rows, and of parameters that it reads.
+
+        The weight of a micro-batch is that of the batch for its rows, and its share of that for parameters.
+        """
+        part, own = player.part, range(player.part.begin, player.part.end)
+        rows = [(k, name) for k in head.given for name in self._gradient_names(k, OF_HEAD)]
+        inputs = [TAPE, TANGENT, *(name for _, name in rows), *(_head_gradient(name) for name in head.trained)]
+        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
+
+        def run(samples: int, key: Any, handle: int, tangent: torch.Tensor, *values: Any) -> tuple[Any, ...]:
+            of_rows = scaled(values[: len(rows)], tangent * (sum(self._now.sizes) / samples))
+            of_head = dict(zip(head.trained, scaled(values[len(rows) :], tangent), strict=True))
+            back: dict[int, tuple[torch.Tensor, ...]] = dict.fromkeys(head.given, ())
+            for (k, _), gradient in zip(rows, of_rows, strict=True):
+                back[k] = (*back[k], gradient)
+            gradients = {(k, OF_HEAD): tensors for k, tensors in back.items() if k in own}
+            returned, trained = player.backward(handle, tangent=None, gradients=gradients)
+            sums = {k: tuple(map(added, returned[k], back.get(k, (None,) * len(returned[k])))) for k in part.given}
+            made = (added(trained[name], of_head.get(name)) for name in part.trained)
+            return (*(gradient for k in part.given for gradient in sums[k]), *made)
 
         return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
 
@@ -241,8 +354,26 @@ class UnitSplitter:
                 differentiated = [output for output in outputs if output.has_gradient]
                 for name, output in zip(self._gradient_names(k, stage.number), differentiated, strict=True):
                     yield replace(_value(name, output, combine="sum"), order=())
+        for k in self._asked:
+            yield Value(_asked_name(k), torch.float64, lambda samples: (samples, 2), 0, combine="cat")
+        if (head := stages[-1].head) is not None:
+            yield from self._values_of_head(head)
         if self._trace.loss is not None:
-            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=self._trace.combine)
+            combine: Combine = "same" if self._trace.head == "holds" else self._trace.combine
+            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=combine)
+
+    def _values_of_head(self, head: StageNeeds) -> Iterator[Value]:
+        """Yield what is known of what the head is given, and makes."""
+        for k in head.units:
+            outputs = self._units[k].outputs
+            for name, output in zip(self._output_names(k), outputs, strict=True):
+                yield _value(name, output, combine="mean")
+            differentiated = [output for output in outputs if output.has_gradient]
+            for name, output in zip(self._gradient_names(k, OF_HEAD), differentiated, strict=True):
+                yield replace(_value(name, output, combine="sum"), order=())
+        for name in head.parameters:
+            parameter = self._request.module.get_parameter(name)
+            yield Value(_head_gradient(name), parameter.dtype, partial(_fixed, tuple(parameter.shape)), None)
 
     def _edge(self, direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
         samples = self._trace.samples
@@ -264,6 +395,24 @@ class UnitSplitter:
         sizes = {name: self._request.module.get_parameter(name).nbytes for name in holders}
         buckets = tuple(Bucket(stages, sum(sizes[name] for name in names)) for stages, names in groups.items())
         return buckets, tuple(tuple(names) for names in groups.values())
+
+
+def _asked_name(k: int) -> str:
+    return f"asked{k}"
+
+
+def _head_gradient(name: str) -> str:
+    return f"head:gradient:{name}"
+
+
+def _state_values(part: StageSpec) -> list[str]:
+    """Name the values of the parameters and buffers that a stage reads."""
+    parameters = [f"parameter:{name}" for own in part.parameters.values() for name in own]
+    return parameters + [f"buffer:{name}" for name in part.buffers]
+
+
+def _fixed(shape: tuple[int, ...], samples: int) -> tuple[int, ...]:
+    return shape
 
 
 def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:

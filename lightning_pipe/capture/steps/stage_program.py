@@ -142,6 +142,19 @@ class Half:
 
 
 @dataclass(frozen=True)
+class BatchHead:
+    """What runs once per batch on every rank of the last stage, behind all its forwards.
+
+    Attributes:
+        half: the function; its inputs are values of F of all micro-batches put together, parameters and buffers.
+        holds_backwards: whether I and W read what it makes; else it only makes results.
+    """
+
+    half: Half
+    holds_backwards: bool = True
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """Everything the runtime needs to run one stage.
 
@@ -163,6 +176,7 @@ class StageProgram:
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
         results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
         offloaded: names of values whose memory is on the host between F and the backward.
+        head: what runs once per batch, on the last stage; None if nothing does.
     """
 
     stage: int
@@ -182,6 +196,7 @@ class StageProgram:
     averaged: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    head: BatchHead | None = None
 
 
 @dataclass(frozen=True)
