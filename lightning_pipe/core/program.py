@@ -355,6 +355,21 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class HeadTraffic:
+    """What the head of the last stage takes of all micro-batches, which replicas of the stage give each other.
+
+    Attributes:
+        bytes_per_sample: of what has samples.
+        fixed_bytes: of what every micro-batch has one value of.
+        holds_backwards: whether backwards read what it makes; else it makes results only.
+    """
+
+    bytes_per_sample: float
+    fixed_bytes: int = 0
+    holds_backwards: bool = True
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What a cut makes cross, and what its stages can do.
 
@@ -364,6 +379,7 @@ class Traffic:
         loads: stages that read the batch.
         offloads: stages that offload.
         joinable: stages whose weight halves of several micro-batches can run as one (`Joined`).
+        head: of the last stage; None if it has none.
     """
 
     edges: tuple[Edge, ...]
@@ -371,6 +387,7 @@ class Traffic:
     loads: tuple[int, ...] = (0,)
     offloads: tuple[int, ...] = ()
     joinable: tuple[int, ...] = ()
+    head: HeadTraffic | None = None
 
     def bytes_of(self, message: Message) -> int:
         """Return the bytes that a message carries."""

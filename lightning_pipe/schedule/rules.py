@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork
+from lightning_pipe.core.milestones import Milestone, milestone_effects
 from lightning_pipe.core.program import (
     AnyCompute,
     Bucket,
@@ -206,6 +207,20 @@ def halves(compute: AnyCompute) -> Iterator[Compute]:
     """Yield the computes that one counts as: B is I, then W; a joined one that of each micro-batch."""
     kinds = HALVES if compute.kind == "B" else (compute.kind,)
     yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
+
+
+def stands_last(milestone: Milestone, program: Program) -> bool:
+    """Return whether a milestone stands behind all sums of its ranks, and not right behind what it follows.
+
+    So does one that several ranks await, that holds nothing up, and some rank of which has other stages too: a forward
+    that another of them still has to run may need backwards of that rank. All of them come to it behind the same sums.
+    """
+    effects = milestone_effects(milestone)
+    if effects.stages is None or effects.holds(program):
+        return False
+    members = {rank for stage in effects.stages(program) for rank in program.layout.stages[stage]}
+    held = [stage for stage, ranks in enumerate(program.layout.stages) if members.intersection(ranks)]
+    return len(members) > 1 and len(held) > len(effects.stages(program))
 
 
 def version_work(program: Program, compute: Compute) -> tuple[OwnWork, ...]:
