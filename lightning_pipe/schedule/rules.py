@@ -209,18 +209,26 @@ def halves(compute: AnyCompute) -> Iterator[Compute]:
     yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
 
 
-def stands_last(milestone: Milestone, program: Program) -> bool:
-    """Return whether a milestone stands behind all sums of its ranks, and not right behind what it follows.
+def ranks_at(milestone: Milestone, program: Program) -> frozenset[int]:
+    """Return the ranks that come to a milestone."""
+    stages = milestone_effects(milestone).stages
+    layout = program.layout
+    groups = layout.stages if stages is None else [layout.stages[stage] for stage in stages(program)]
+    return frozenset(rank for ranks in groups for rank in ranks)
 
-    So does one that several ranks await, that holds nothing up, and some rank of which has other stages too: a forward
-    that another of them still has to run may need backwards of that rank. All of them come to it behind the same sums.
+
+def stands_last(milestone: Milestone, program: Program) -> bool:
+    """Return whether a milestone stands behind all sums of its ranks, and not before them.
+
+    So does one at which ranks await each other, which holds nothing up, and where one of them has other stages too:
+    their backwards may be what another one needs for its forwards. All come to it behind the same sums in either case,
+    since a device carries sums, and what they give each other, in one order.
     """
-    effects = milestone_effects(milestone)
-    if effects.stages is None or effects.holds(program):
+    effects, ranks = milestone_effects(milestone), ranks_at(milestone, program)
+    if effects.stages is None or effects.holds(program) or len(ranks) < 2:
         return False
-    members = {rank for stage in effects.stages(program) for rank in program.layout.stages[stage]}
-    held = [stage for stage, ranks in enumerate(program.layout.stages) if members.intersection(ranks)]
-    return len(members) > 1 and len(held) > len(effects.stages(program))
+    held = [stage for stage, replicas in enumerate(program.layout.stages) if ranks.intersection(replicas)]
+    return len(held) > len(effects.stages(program))
 
 
 def version_work(program: Program, compute: Compute) -> tuple[OwnWork, ...]:

@@ -40,6 +40,9 @@ CASES = {
 SPEAKING = {
     "1f1b": HeadCase("mean", THREE, (2, 1, 2, 2), "1f1b"),
     "1f1b of replicas": HeadCase("mean", ((0,), (1, 2)), (4, 3, 2), "1f1b"),
+    "1f1b of replicas, one of which has nothing of the last": HeadCase(
+        "mean", ((0,), (1, 2)), (4, 3, 2), "1f1b", weights=((1,), (1, 3))
+    ),
     "two pipes": HeadCase("mean", ((0, 1), (1, 0)), (3, 3, 2), "chimera", whole=frozenset({0, 1})),
     "zero bubble": HeadCase("mean", THREE, (1,) * 6, "zb_h2"),
 }

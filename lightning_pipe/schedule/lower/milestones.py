@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from lightning_pipe.core.milestones import Confirm, Head, Milestone, Publish, milestone_effects
 from lightning_pipe.core.program import AnyCompute, Instruction, Program, Reduce, Step
-from lightning_pipe.schedule.rules import stands_last
+from lightning_pipe.schedule.rules import ranks_at, stands_last
 
 
 def add_confirmation(program: Program) -> Program:
@@ -30,14 +30,11 @@ def add_head(program: Program) -> Program:
 
 def _with(program: Program, added: Milestone) -> Program:
     """Add a milestone to its ranks, as late as what it precedes allows, or as early as what it follows does."""
-    stages = milestone_effects(added).stages
-    members = {rank for stage in stages(program) for rank in program.layout.stages[stage]} if stages else None
-    ranks = []
+    members, lines = ranks_at(added, program), []
     for rank, line in enumerate(program.ranks):
         position = _position(line, added, program)
-        is_there = members is None or rank in members
-        ranks.append((*line[:position], added, *line[position:]) if is_there else line)
-    return replace(program, ranks=tuple(ranks))
+        lines.append((*line[:position], added, *line[position:]) if rank in members else line)
+    return replace(program, ranks=tuple(lines))
 
 
 def _position(line: Sequence[Instruction], added: Milestone, program: Program) -> int:
@@ -46,6 +43,8 @@ def _position(line: Sequence[Instruction], added: Milestone, program: Program) -
         return next((i for i, x in enumerate(line) if _precedes(effects.precedes, x)), len(line))
     if stands_last(added, program):
         return len(line)
+    if effects.stages is not None and len(ranks_at(added, program)) > 1:  # nobody waits for what others compute
+        return next((i for i, x in enumerate(line) if _precedes((), x)), len(line))
     follows = effects.follows
     return max((i + 1 for i, x in enumerate(line) if _name(x) in follows and _is_of(x, program.batch)), default=0)
 

@@ -53,7 +53,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import holders
+from lightning_pipe.schedule.rules import holders, ranks_at
 
 Channel: TypeAlias = tuple[int, int]
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
@@ -167,14 +167,12 @@ class _Run:
         return next(late, None)
 
     def _late_member(self, milestone: Milestone, rank: int) -> int | None:
-        stages = milestone_effects(milestone).stages
-        if stages is None:
+        if milestone_effects(milestone).stages is None:
             return None
         if rank not in self._met[milestone]:
             self._met[milestone].add(rank)
             self._stirred.add(rank)
-        ranks = {r for stage in stages(self._program) for r in self._program.layout.stages[stage]}
-        return min(ranks - self._met[milestone], default=None)
+        return min(ranks_at(milestone, self._program) - self._met[milestone], default=None)
 
     def _late_holder(self, rank: int) -> int | None:
         needed = ((bucket, other) for bucket in self._reduced[rank] for other in sorted(self._holders[bucket]))
