@@ -174,6 +174,8 @@ def _head(trace: UnitTrace, runs: Sequence[Run]) -> Head:
         return ""
     if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
         return "holds"
+    if trace.loss is not None and any(run.first_draw is not None for run in runs):
+        return ""  # micro-batches draw other numbers behind the last unit than the batch
     many = any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs)
     return "" if many else "speaks"
 

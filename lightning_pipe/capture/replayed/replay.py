@@ -28,7 +28,7 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
-from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.recording.units import Head, UnitTrace
 from lightning_pipe.capture.replayed.module_scope import TrainedParameters
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
@@ -107,6 +107,11 @@ class Replay:
     def plays(self) -> Replay:
         """Return this: it gathers what plays say."""
         return self
+
+    @property
+    def head(self) -> Head:
+        """Return what is run once per batch: "holds", "speaks" or ""."""
+        return self.trace.head
 
     @property
     def timing(self) -> Profile:

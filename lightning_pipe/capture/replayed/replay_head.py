@@ -12,8 +12,7 @@ Units must have been given in all plays what the head gives them (`unit_inputs`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
@@ -21,8 +20,6 @@ from lightning_pipe.capture.recording.unit_inputs import is_alike, joined
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.steps.stage_program import RandomKey
-
-WHOLE_BATCH = -1  # in the place of the number of a micro-batch
 
 
 class ReplayHead:
@@ -48,6 +45,7 @@ class ReplayHead:
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
         asked: Mapping[int, torch.Tensor],
+        tangent: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Mapping[int, Tensors], Mapping[str, torch.Tensor | None]]:
         """Run the step on the whole batch.
 
@@ -58,6 +56,7 @@ class ReplayHead:
             leaves: tensors of the batch by number.
             given: outputs of units for all micro-batches, in the order of samples.
             asked: sums of the rows of what plays gave units, by unit.
+            tangent: weight of the batch; None if it only speaks.
 
         Returns:
             The loss, its gradients for outputs of units (of tensors with a gradient only) and for parameters; no
@@ -71,7 +70,7 @@ class ReplayHead:
             if not is_alike(sums, played.asked[k]):
                 unit = self._step.trace.units[k]
                 recording.unlike = recording.unlike or f"what it gives {unit.path} is made of all samples"
-        if not self.holds:
+        if tangent is None:
             self._player.forget(played.tape)
             return played.loss, {}, {}
         returned, trained = self._player.backward(played.tape, tangent=torch.ones_like(played.loss), gradients={})
@@ -105,8 +104,3 @@ class ReplayHead:
 def added(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     """Return the sum of two gradients, of which either may not have been made."""
     return other if one is None else one if other is None else one + other
-
-
-def scaled(tensors: Sequence[Any], factor: torch.Tensor) -> tuple[Any, ...]:
-    """Return gradients multiplied with the weight of a batch, or the share of a micro-batch."""
-    return tuple(None if tensor is None else tensor * factor.to(tensor.dtype) for tensor in tensors)

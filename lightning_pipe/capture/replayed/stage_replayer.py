@@ -208,7 +208,7 @@ class StageReplayer:
         for k, tensors in tape.sent.items():
             back = [found for (unit, _), found in sorted(gradients.items()) if unit == k]
             for i, tensor in enumerate(self._differentiated(k, tensors)):
-                if tensor.requires_grad:
+                if tensor.requires_grad and back:  # a head that only speaks gives none
                     made.append(tensor)
                     towards.append(sum((one[i] for one in back[1:]), start=back[0][i]))
         leaves = {k: self._differentiated(k, tensors) for k, tensors in tape.given.items()}

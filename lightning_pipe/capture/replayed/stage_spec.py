@@ -22,6 +22,7 @@ from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+WHOLE_BATCH = -1  # in the place of the number of a micro-batch, for a head
 
 
 @dataclass

@@ -14,13 +14,13 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_head import ReplayHead, added, scaled
+from lightning_pipe.capture.replayed.replay_head import ReplayHead, added
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
 from lightning_pipe.capture.steps.stage_program import BatchHead, Combine, Half, Split, StageProgram, Value
-from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
+from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
 
 TAPE, TANGENT = "tape", "tangent"
@@ -92,7 +92,15 @@ class UnitSplitter:
         )
         buckets, parameters = self._buckets(programs)
         owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
-        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
+        traffic = Traffic(edges, buckets, (0,), head=self._head_traffic(programs[-1], values))
+        return Split(programs, values, traffic, parameters, owners, may_lack_gradients=True)
+
+    def _head_traffic(self, program: StageProgram, values: Mapping[str, Value]) -> HeadTraffic | None:
+        """Return the bytes that the head of the last stage is given of all micro-batches."""
+        if program.head is None:
+            return None
+        edge = self._edge("F", 0, 0, [values[name] for name in program.head.half.inputs if name in values])
+        return HeadTraffic(edge.bytes_per_sample, edge.fixed_bytes, holds_backwards=program.head.holds_backwards)
 
     @property
     def _stops(self) -> bool:
@@ -210,6 +218,7 @@ class UnitSplitter:
         state = self._state_names(part)
         inputs = [*_state_values(part), *(f"leaf{i}" for i in part.leaves)]
         inputs += [name for k in part.given for name in self._output_names(k)] + [_asked_name(k) for k in part.asked]
+        inputs += [TANGENT] if head.holds else []
         outputs: list[str] = []
         if head.holds:
             outputs = [LOSS, *(n for k in part.given for n in self._gradient_names(k, OF_HEAD))]
@@ -221,7 +230,9 @@ class UnitSplitter:
             batch = {i: next(tensors) for i in part.leaves}
             given = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
             asked = {k: next(tensors) for k in part.asked}
-            loss, rows, trained = head.run(samples, key, state=hung, leaves=batch, given=given, asked=asked)
+            loss, rows, trained = head.run(
+                samples, key, state=hung, leaves=batch, given=given, asked=asked, tangent=next(tensors, None)
+            )
             if not head.holds:
                 return ()
             return (loss, *(g for k in part.given for g in rows[k]), *(trained[name] for name in part.trained))
@@ -312,16 +323,17 @@ class UnitSplitter:
     def _headed_backward(self, player: StageReplayer, number: int, head: StageSpec) -> Half:
         """Return the backward of a stage whose head has made the gradients of rows, and of parameters that it reads.
 
-        The weight of a micro-batch is that of the batch for its rows, and its share of that for parameters.
+        A micro-batch has its rows, and its share of the gradients of parameters.
         """
         part, own = player.part, range(player.part.begin, player.part.end)
         rows = [(k, name) for k in head.given for name in self._gradient_names(k, OF_HEAD)]
-        inputs = [TAPE, TANGENT, *(name for _, name in rows), *(_head_gradient(name) for name in head.trained)]
+        inputs = [TAPE, *(name for _, name in rows), *(_head_gradient(name) for name in head.trained)]
         outputs = [name for k in part.given for name in self._gradient_names(k, number)]
 
-        def run(samples: int, key: Any, handle: int, tangent: torch.Tensor, *values: Any) -> tuple[Any, ...]:
-            of_rows = scaled(values[: len(rows)], tangent * (sum(self._now.sizes) / samples))
-            of_head = dict(zip(head.trained, scaled(values[len(rows) :], tangent), strict=True))
+        def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
+            of_rows, share = values[: len(rows)], samples / sum(self._now.sizes)
+            parameters = [None if gradient is None else gradient * share for gradient in values[len(rows) :]]
+            of_head = dict(zip(head.trained, parameters, strict=True))
             back: dict[int, tuple[torch.Tensor, ...]] = dict.fromkeys(head.given, ())
             for (k, _), gradient in zip(rows, of_rows, strict=True):
                 back[k] = (*back[k], gradient)

@@ -198,11 +198,18 @@ def _differing(words: Sequence[Words]) -> str:
         return "a question that the step asks of its tensors has different answers for micro-batches"
     if len({call_keys(recording.calls) for recording in ends}) > 1:
         return "it logs other names for some of its micro-batches"
+    return left_unlike(words)
+
+
+def left_unlike(words: Sequence[Words]) -> str:
+    """Return what micro-batches have left behind differently, "" if they have left the same."""
     left: dict[int, list[KeptState]] = {}
     for microbatch, _, _, recording in words:
         named = {str(i): tensor for i, tensor in enumerate(recording.results)}
         real = partial(mapped, kinds=Ref, function=partial(lambda named, ref: named.get(ref.name, ref), named))
         left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
+    if not left:
+        return ""
     first, *others = left.values()
     for other in others:
         for one, two in itertools.zip_longest(first, other):
@@ -227,7 +234,8 @@ def _holds_loss(returned: Any) -> bool:
 
 def _on_host(recording: StepRecording) -> StepRecording:
     results = [tensor.detach().cpu() for tensor in recording.results]
-    return replace(recording, results=results, loss_notes=recording.loss_notes.on_host())
+    loss = None if recording.loss is None else recording.loss.detach().cpu()
+    return replace(recording, results=results, loss=loss, loss_notes=recording.loss_notes.on_host())
 
 
 class _Merger:
