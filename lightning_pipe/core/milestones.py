@@ -92,6 +92,13 @@ def milestone_effects(instruction: Milestone) -> MilestoneEffects:
     return kind.effects
 
 
+def ranks_at(milestone: Milestone, program: Program) -> frozenset[int]:
+    """Return the ranks that come to a milestone."""
+    stages, layout = milestone_effects(milestone).stages, program.layout
+    groups = layout.stages if stages is None else [layout.stages[stage] for stage in stages(program)]
+    return frozenset(rank for ranks in groups for rank in ranks)
+
+
 @milestone
 @dataclass(frozen=True, order=True)
 class Confirm(Milestone):

@@ -395,6 +395,10 @@ class Traffic:
         edges = [edge for edge in self.edges if (edge.direction, edge.source, edge.target) == way]
         return sum(round(edge.bytes_per_sample * len(message.samples)) + edge.fixed_bytes for edge in edges)
 
+    def head_bytes(self, samples: int) -> int:
+        """Return the bytes that the head takes of so many samples; 0 if there is none."""
+        return 0 if self.head is None else round(self.head.bytes_per_sample * samples) + self.head.fixed_bytes
+
 
 @dataclass(frozen=True)
 class Seam:

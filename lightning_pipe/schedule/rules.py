@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork
-from lightning_pipe.core.milestones import Milestone, milestone_effects
+from lightning_pipe.core.milestones import Milestone, milestone_effects, ranks_at
 from lightning_pipe.core.program import (
     AnyCompute,
     Bucket,
     Compute,
     ComputeKind,
+    CopyingOrder,
     Layout,
     Load,
     Message,
@@ -209,12 +210,13 @@ def halves(compute: AnyCompute) -> Iterator[Compute]:
     yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
 
 
-def ranks_at(milestone: Milestone, program: Program) -> frozenset[int]:
-    """Return the ranks that come to a milestone."""
-    stages = milestone_effects(milestone).stages
-    layout = program.layout
-    groups = layout.stages if stages is None else [layout.stages[stage] for stage in stages(program)]
-    return frozenset(rank for ranks in groups for rank in ranks)
+def is_forwards_first(order: CopyingOrder) -> bool:
+    """Return whether every rank runs all of its forwards before its first backward.
+
+    So the last stage does, and no rank waits for gradients that wait for a forward of its own.
+    """
+    lines = ([x.kind for x in line if isinstance(x, Compute)] for line in order)
+    return all("F" not in kinds[kinds.count("F") :] for kinds in lines)
 
 
 def stands_last(milestone: Milestone, program: Program) -> bool:

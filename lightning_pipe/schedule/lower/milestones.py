@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_pipe.core.milestones import Confirm, Head, Milestone, Publish, milestone_effects
+from lightning_pipe.core.milestones import Confirm, Head, Milestone, Publish, milestone_effects, ranks_at
 from lightning_pipe.core.program import AnyCompute, Instruction, Program, Reduce, Step
-from lightning_pipe.schedule.rules import ranks_at, stands_last
+from lightning_pipe.schedule.rules import stands_last
 
 
 def add_confirmation(program: Program) -> Program:

@@ -39,7 +39,7 @@ from typing import NamedTuple, TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.milestones import Milestone, milestone_effects
+from lightning_pipe.core.milestones import Milestone, milestone_effects, ranks_at
 from lightning_pipe.core.program import (
     AnyCompute,
     Instruction,
@@ -53,7 +53,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import holders, ranks_at
+from lightning_pipe.schedule.rules import holders
 
 Channel: TypeAlias = tuple[int, int]
 Use: TypeAlias = tuple[int, int, Pass, int]  # rank, stage, direction, micro-batch: the compute that uses a message
