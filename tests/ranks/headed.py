@@ -230,7 +230,9 @@ def _of_means(program: StageProgram, w: str, h: str, z: str) -> StageProgram:
     )
 
 
-def program_of(case: HeadCase, *, training: bool = True, synchronise: bool = True) -> VerifiedProgram:
+def program_of(
+    case: HeadCase, *, training: bool = True, synchronise: bool = True, milestones: bool = False
+) -> VerifiedProgram:
     """Return the verified program of the case."""
     count = len(case.sizes)
     if training:
@@ -239,8 +241,16 @@ def program_of(case: HeadCase, *, training: bool = True, synchronise: bool = Tru
         order = forward_only(case.layout, count)
     traffic = split_of(case).traffic
     lowered = lower(
-        order, layout=case.layout, sizes=case.sizes, traffic=traffic, training=training, synchronise=synchronise
+        order,
+        layout=case.layout,
+        sizes=case.sizes,
+        traffic=traffic,
+        training=training,
+        synchronise=synchronise,
+        confirms=milestones,
+        publishes=milestones,
     )
+    verify(lowered, launches="late")  # as on a device that carries messages itself
     return verify(lowered)
 
 

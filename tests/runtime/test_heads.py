@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_pipe.core.milestones import Head
+from lightning_pipe.core.milestones import Confirm, Head, Publish, Rollback
 from lightning_pipe.core.program import Compute, Free, Program, Seam, VerifiedProgram
 from lightning_pipe.errors import InstructionError, ProgramError
+from lightning_pipe.runtime.exchanges.groups import groups
 from lightning_pipe.runtime.exchanges.results import Results
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.job import ProgramResult
+from lightning_pipe.runtime.milestones import at_once
 from lightning_pipe.runtime.transport.local import Hub
-from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.runtime.waiting import Wait, drive_together
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.verification.verify import verify
 from ranks.headed import HeadCase, executor_of, job_of, parameters_of, plain, program_of, split_of
@@ -87,6 +90,38 @@ def test_gradients_and_results_are_those_of_the_whole_batch(case: HeadCase) -> N
         torch.testing.assert_close(result, told, rtol=0, atol=1e-12)
 
 
+REPLICATED = {name: case for name, case in {**CASES, **SPEAKING}.items() if len(case.stages[-1]) > 1}
+
+
+@pytest.mark.parametrize("case", REPLICATED.values(), ids=REPLICATED)
+def test_replicas_post_the_same_collectives_in_the_same_order_in_groups_that_are_open(case: HeadCase) -> None:
+    """A device that carries them (NCCL) hangs otherwise."""
+    for training in (True, False):
+        world, program = World(case), program_of(case, training=training)
+        posted = [noted_collectives(endpoint) for endpoint in world.endpoints]
+        world.run(program)
+        first, *others = (posted[rank] for rank in case.stages[-1])
+        assert first and all(other == first for other in others)
+        assert {group for _, group, *_ in first} <= {*groups(program)}
+
+
+def noted_collectives(endpoint) -> list[tuple]:
+    """Return the list that an endpoint writes its collectives to."""
+    noted: list[tuple] = []
+    sums, copies = endpoint.all_reduce, endpoint.broadcast
+
+    def all_reduce(tensor, *, group):
+        noted.append(("sum", group, tensor.shape, tensor.dtype))
+        return sums(tensor, group=group)
+
+    def broadcast(tensor, *, source, group):
+        noted.append(("copy", group, tensor.shape, tensor.dtype, source))
+        return copies(tensor, source=source, group=group)
+
+    endpoint.all_reduce, endpoint.broadcast = all_reduce, broadcast
+    return noted
+
+
 def test_weights_of_batches_and_programs_that_only_accumulate_count() -> None:
     case = CASES["contrast with two last replicas"]
     world, (expected, _) = World(case), plain(case)
@@ -117,6 +152,27 @@ def test_what_the_head_reads_is_let_go_when_it_has_run(monkeypatch) -> None:
     monkeypatch.setattr(stage, "compute", noting)
     world.run(program)
     assert held == [set(), {"0:term"}, {"0:slope", "1:slope"}, *[{"1:slope"}] * 2, set()]
+
+
+@pytest.mark.parametrize("name", ["contrast with two last replicas", "mean with two last replicas"])
+def test_a_program_that_was_given_up_has_run_no_head_and_leaves_nothing_behind(name: str) -> None:
+    case = CASES[name]
+    world, program, (expected, told) = World(case), program_of(case, milestones=True), plain(case)
+    pieces: list[Mapping] = []
+
+    def answer(holds: bool):
+        def ask(results: Mapping) -> Iterator[Wait]:
+            yield from ()
+            return holds
+
+        return {Confirm: ask, Publish: at_once(pieces.append), Rollback: at_once(lambda results: None)}
+
+    for holds in (False, True):
+        walks = [e.walk(program, job_of(case), milestones=answer(holds)) for e in world.executors]
+        outcomes = drive_together(walks)
+        assert [bool(pieces), *(o.given_up for o in outcomes)] == [holds, *[not holds] * len(outcomes)]
+    torch.testing.assert_close(pieces[1]["told"][0].content, told, rtol=0, atol=1e-12)  # when results are told
+    torch.testing.assert_close(world.parameters[1]["weight1"].grad, expected["weight1"], rtol=0, atol=1e-12)
 
 
 def test_an_error_in_the_head_names_it(monkeypatch) -> None:
