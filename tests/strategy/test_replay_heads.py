@@ -177,7 +177,9 @@ def assert_as_one_device(names: list[str], options: dict[str, Any], *, batches: 
             assert own_outputs == [(pytest.approx(value, rel=rounding), kept) for value, kept in outputs], name
             assert own_logged == pytest.approx(logged, rel=1e-6), name
             assert own_seen == seen, name
-            torch.testing.assert_close(own, weights, rtol=rounding, atol=rounding, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                own, weights, rtol=rounding, atol=rounding, msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 def test_whatever_the_loss_a_batch_is_that_of_one_device():

@@ -47,15 +47,31 @@ def row_sums(given: Any, samples: int, device: torch.device, *, blocks: int = 1)
     return total
 
 
+def forms_of(given: Any, samples: int, *, blocks: int = 1) -> tuple[Any, ...]:
+    """Return what is comparable of what units are given: the shapes of rows of one sample; arguments as `row_sums`."""
+    tensors = list(found_in(given, torch.Tensor))
+    dims = [_along(tensor, samples * blocks) for tensor in tensors]
+    shapes = [[*tensor.shape] for tensor in tensors]
+    return tuple(
+        (dim, tuple(size // (samples if d == dim else 1) for d, size in enumerate(shape)))
+        for dim, shape in zip(dims, shapes, strict=True)
+    )
+
+
+def _along(tensor: torch.Tensor, samples: int) -> int | None:
+    """Return the dimension along which a tensor has samples; None if it has none."""
+    dims = [d for d, size in enumerate(tensor.shape) if size == samples]
+    dims += [d for d, size in enumerate(tensor.shape) if size and size % samples == 0]
+    return dims[0] if dims else None
+
+
 def _sums_of(tensor: torch.Tensor, samples: int, blocks: int) -> torch.Tensor:
-    dims = [d for d, size in enumerate(tensor.shape) if size == samples * blocks]
-    dims += [d for d, size in enumerate(tensor.shape) if size and size % (samples * blocks) == 0]
-    rows = tensor.double()
-    if not dims:  # it has no samples
+    rows, dim = tensor.double(), _along(tensor, samples * blocks)
+    if dim is None:
         rows = rows.reshape(1, -1).expand(samples, -1)
     else:
-        rows = rows.movedim(dims[0], 0).reshape(blocks, samples, -1).transpose(0, 1).reshape(samples, -1)
-    precision = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+        rows = rows.movedim(dim, 0).reshape(blocks, samples, -1).transpose(0, 1).reshape(samples, -1)
+    precision = torch.finfo(tensor.dtype if tensor.is_floating_point() else rows.dtype).eps
     weights = torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device)
     return torch.stack([rows @ weights, (rows.abs() @ weights) * precision**_TOLERANCE], dim=1)
 
@@ -90,6 +106,7 @@ class GlueTrial:
 
     Attributes:
         unlike: path of the first unit that is given something else; "" if there is none.
+        is_unknown: whether some are given tensors that cannot be compared (as many rows as samples have words).
         blocks: of the units that are called with several blocks of all samples, by number.
     """
 
@@ -97,9 +114,10 @@ class GlueTrial:
         self._units, self._device = trace.units, device
         paths = {unit.path for unit in trace.units}
         self.modules = {path: child for path, child in module.named_modules() if path in paths}
-        self._given: list[dict[tuple[int, int], torch.Tensor]] = []  # sums of every part, by unit and blocks
+        self._given: list[dict[tuple[int, int], tuple[Any, torch.Tensor]]] = []  # of every part, by unit and blocks
         self._returned: list[list[Any]] = []  # of the units, by part
         self.unlike = ""
+        self.is_unknown = False
         self.blocks: dict[int, int] = {}
 
     def run(self, step: Callable[[], Any], samples: int, *, is_part: bool) -> None:
@@ -134,26 +152,31 @@ class GlueTrial:
 
     def _part(self, number: int, samples: int, given: Any, call: Callable[[], Any]) -> Any:
         for blocks in self._candidates(number):
-            self._given[-1][number, blocks] = row_sums(given, samples, self._device, blocks=blocks)
+            sums = row_sums(given, samples, self._device, blocks=blocks)
+            self._given[-1][number, blocks] = forms_of(given, samples, blocks=blocks), sums
         result = call()
         self._returned[-1].append(mapped(result, torch.Tensor, torch.Tensor.clone))
         return result
 
     def _whole(self, number: int, samples: int, given: Any, call: Callable[[], Any]) -> Any:
-        unit = self._units[number]
+        unit, is_unknown = self._units[number], False
         for blocks in self._candidates(number):
-            parts = torch.cat([sums[number, blocks] for sums in self._given])
-            if is_alike(parts, row_sums(given, samples, self._device, blocks=blocks)):
+            parts = [part[number, blocks] for part in self._given]
+            is_unknown |= any(form != forms_of(given, samples, blocks=blocks) for form, _ in parts)
+            sums = torch.cat([sums for _, sums in parts])
+            if is_alike(sums, row_sums(given, samples, self._device, blocks=blocks)):
                 break
         else:
-            self.unlike = self.unlike or unit.path
+            self.is_unknown |= is_unknown
+            self.unlike = self.unlike or ("" if self.is_unknown else unit.path)
             return call()
         if blocks > 1:
             self.blocks[number] = blocks
         if not unit.is_fixed or any(output.batch_dim is None for output in unit.outputs):
             return call()
         pieces = zip(*(found_in(returned[number], torch.Tensor) for returned in self._returned), strict=True)
-        whole = [joined(parts, o.batch_dim or 0, blocks=blocks) for parts, o in zip(pieces, unit.outputs, strict=True)]
+        outputs = zip(pieces, unit.outputs, strict=True)
+        whole = [joined(tensors, output.batch_dim or 0, blocks=blocks) for tensors, output in outputs]
         return mapped(unit.template, LeafSlot, lambda slot: whole[slot.index])
 
     def _candidates(self, number: int) -> list[int]:

@@ -104,8 +104,10 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         trace = _described(request, run, others, [call.seconds for call in calls])
         head: Head = _head(trace, (run, *others)) if others and fits and not drawn() else ""
         unlike = ""
-        if head:
-            trace, unlike = _with_glue(runner, trace, steady)
+        if head and (compared := _with_glue(runner, trace, steady)) is not None:
+            trace, unlike = compared
+        elif head:
+            head = ""
         said = _said_of_parts(runner, steady) if others and fits and not (head or drawn()) else NOTHING_SAID
         steady.restore()
         in_python = drawn()
@@ -180,8 +182,10 @@ def _head(trace: UnitTrace, runs: Sequence[Run]) -> Head:
     return "" if many else "speaks"
 
 
-def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str]:
+def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str] | None:
     """Return units with their blocks, and why batches must not be cut: glue gives units what it makes of all samples.
+
+    None where that cannot be told: tensors have other shapes for other samples.
 
     Args:
         runner: runs the step.
@@ -194,7 +198,10 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
     try:
         runner.compare_glue(trial, kept)
     except Exception as error:  # whatever the step raises for these samples
-        return trace, f"what it gives its sub-modules cannot be compared ({type(error).__name__}: {error})"
+        log.debug("Whether sub-modules are given what is made of all samples is not known: %s", error)
+        return None
+    if trial.is_unknown:
+        return None
     units = tuple(replace(unit, blocks=trial.blocks.get(k, 1)) for k, unit in enumerate(trace.units))
     why = f"what it gives {trial.unlike} is made of all samples" if trial.unlike else ""
     return replace(trace, units=units), why
