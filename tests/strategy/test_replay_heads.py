@@ -131,7 +131,7 @@ class Net(pl.LightningModule):
         return {"loss": LOSSES[self.name](self, x, y), "kept": y}
 
     def validation_step(self, batch, batch_idx):
-        x, y = batch
+        x = batch[0]
         o = self.body(x)
         self.log("val_std", o.std())
         self.log("val_first", o[-1, 0])

@@ -265,7 +265,7 @@ class UnitRecorder:
         module, recording, seeded = self.request.module, StepRecording(), list[str]()
         units = UnitCalls(module, chosen, watch=StateWatch(module), places=PlaceWatch(module, places))
         follower = units.follower
-        units.note_untouched(leaves)
+        units.untouched.note(leaves)
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:

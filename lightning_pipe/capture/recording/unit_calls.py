@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,13 +20,14 @@ from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.recording.unit_choice import call_paths
 from lightning_pipe.capture.recording.unit_flow import Follower
+from lightning_pipe.capture.recording.unit_inputs import Untouched
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.stage_program import memory_order
-from lightning_pipe.capture.steps.trees import found_in, mapped
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage, version_of
+from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.lightning_names import pl
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # type, shape, order in memory
@@ -92,6 +93,7 @@ class UnitCalls:
         seen: what was seen of the units, in the order of their calls.
         checkpoints: knows whether a checkpoint runs, outside of units.
         writers: of each place that has changed: the units inside which it has; None where glue has changed it.
+        untouched: tensors that glue has not made.
         made_outputs: nodes of autograd's graph that made what units returned.
     """
 
@@ -111,15 +113,7 @@ class UnitCalls:
         self._calls: dict[int, _Call] = {}  # of units that keep something for a backward
         self.checkpoints = CheckpointDepth()
         self.made_outputs: set[Any] = set()
-        self._untouched: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its version
-
-    def note_untouched(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note tensors that glue has not made, so that a unit may be given them as they are."""
-        self._untouched |= {id(tensor): (tensor, version_of(tensor)) for tensor in tensors}
-
-    def _is_untouched(self, tensor: torch.Tensor) -> bool:
-        known = self._untouched.get(id(tensor))
-        return known is not None and known[1] == version_of(tensor)
+        self.untouched = Untouched()
 
     def intercepted(self) -> Any:
         """Return the context within which calls are intercepted."""
@@ -137,8 +131,7 @@ class UnitCalls:
         self.note_writer(None)
         follower, unit = self.follower, len(self.seen)
         given = list(tensors_in((args, kwargs), objects=True))
-        is_given_as_is = all(map(self._is_untouched, given)) and not any(found_in((args, kwargs), (int, float)))
-        seen = Seen(path, follower.reads(given), is_given_as_is)
+        seen = Seen(path, follower.reads(given), self.untouched.are((args, kwargs)))
         self.seen.append(seen)
         follower.begun, follower.inside = unit + 1, unit
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
@@ -213,7 +206,7 @@ class UnitCalls:
         output = mapped(output, torch.Tensor, torch.Tensor.clone)
         tensors = flatten(output)[0]
         seen.template = structure.template
-        self.note_untouched(tensors)
+        self.untouched.note(tensors)
         for number, tensor in enumerate(tensors):
             seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
             self.follower.returned(tensor, unit, number)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,28 @@ from torch import nn
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.steps.batch import LeafSlot
 from lightning_pipe.capture.steps.trees import found_in, mapped
-from lightning_pipe.capture.torch_private import answered_calls
+from lightning_pipe.capture.torch_private import answered_calls, version_of
 
 _MOST_BLOCKS = 8
 _TOLERANCE = 0.75  # the power of a type's precision by which sums differ that are made of the same numbers
+
+
+class Untouched:
+    """Tensors that glue has not made: of the batch, and what units returned."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: the tensor, and its version
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note such tensors, as they are now."""
+        self._known |= {id(tensor): (tensor, version_of(tensor)) for tensor in tensors}
+
+    def are(self, given: Any) -> bool:
+        """Return whether a unit is given such tensors as they were, and no numbers."""
+        if any(found_in(given, (int, float))):
+            return False
+        known = ((self._known.get(id(tensor)), tensor) for tensor in found_in(given, torch.Tensor))
+        return all(noted is not None and noted[1] == version_of(tensor) for noted, tensor in known)
 
 
 def row_sums(given: Any, samples: int, device: torch.device, *, blocks: int = 1) -> torch.Tensor:

@@ -102,12 +102,12 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         if drawn():  # dice may fall alike once
             run = replace(run, repeatable=frozenset())
         trace = _described(request, run, others, [call.seconds for call in calls])
-        head: Head = _head(trace, (run, *others)) if others and fits and not drawn() else ""
+        head, headless = _head(trace, (run, *others), drawn=drawn()) if others and fits else ("", "")
         unlike = ""
         if head and (compared := _with_glue(runner, trace, steady)) is not None:
             trace, unlike = compared
         elif head:
-            head = ""
+            head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
         said = _said_of_parts(runner, steady) if others and fits and not (head or drawn()) else NOTHING_SAID
         steady.restore()
         in_python = drawn()
@@ -119,6 +119,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         is_random_in_python=in_python,
         whole=whole,
         head="" if whole else head,
+        headless="" if whole else headless,
         once=once,
         said=said,
         written=written,
@@ -165,21 +166,30 @@ def _other_runs(
     return [], True, why
 
 
-def _head(trace: UnitTrace, runs: Sequence[Run]) -> Head:
-    """Return what the head of a step does; "" where it cannot be made of what units gave for all micro-batches."""
+def _head(trace: UnitTrace, runs: Sequence[Run], *, drawn: bool) -> tuple[Head, str]:
+    """Return what the head of a step does, and why there is none, after "since".
+
+    Args:
+        trace: the units.
+        runs: of the step.
+        drawn: whether it has drawn random numbers of Python or NumPy.
+    """
     last = len(trace.units)
-    if trace.changes or any(run.first_draw is not None and run.first_draw < last for run in runs):
-        return ""  # a head would change state that micro-batches read, or draw other numbers than they did
+    if drawn or any(run.first_draw is not None and run.first_draw < last for run in runs):
+        return "", "they draw random numbers of their own before its last sub-module"
+    if trace.changes:
+        return "", f"it changes {trace.changes[0].name}"
     read = [trace.units[int(k)] for kind, k in trace.tail if kind == "unit"]
     outputs = [output for unit in read for output in unit.outputs]
     if not all(unit.is_fixed for unit in read) or any(output.batch_dim is None for output in outputs):
-        return ""
+        return "", "its sub-modules return tensors that have no rows of single samples"
     if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
-        return "holds"
+        return "holds", ""
     if trace.loss is not None and any(run.first_draw is not None for run in runs):
-        return ""  # micro-batches draw other numbers behind the last unit than the batch
-    many = any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs)
-    return "" if many else "speaks"
+        return "", "they draw random numbers of their own behind its last sub-module"
+    if any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
+        return "", f"its sub-modules return more than {MOST_SAID:,} numbers of every sample"
+    return "speaks", ""
 
 
 def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str] | None:

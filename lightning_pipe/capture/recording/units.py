@@ -176,6 +176,7 @@ class UnitTrace:
         head: whether what lies behind the last unit runs once per batch, on what units gave for all micro-batches:
             "holds", where backwards wait for its gradients; "speaks", where all that the step says is said by it; ""
             where micro-batches say it.
+        headless: why there is none for batches that are cut, in words after "since"; "" if there is.
     """
 
     units: tuple[Unit, ...]
@@ -200,3 +201,4 @@ class UnitTrace:
     is_for_one_count: bool = False
     is_proven: bool = False
     head: Head = ""
+    headless: str = ""

@@ -187,7 +187,9 @@ class Replay:
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
-        return f"replayed, its Python runs on every rank. {self.reason}"
+        why = self.trace.headless
+        said = f" What it says is made of what micro-batches say, since {why}." if why else ""
+        return f"replayed, its Python runs on every rank. {self.reason}{said}"
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.recording.replay_state import speaks
+from lightning_pipe.capture.recording.unit_inputs import Untouched
 from lightning_pipe.capture.replayed.loss_watch import LossWatch
 from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages
@@ -158,7 +159,7 @@ class StageReplayer:
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             self._trained.put(self._now.trained)
-            output = run.run(lambda: self._call(samples, key, leaves))
+            output = run.run(lambda: self._call(samples, key, leaves, run.untouched))
             trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
@@ -168,6 +169,9 @@ class StageReplayer:
             left = python.now() if is_read else None
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
         recording.called, recording.answers = tuple(run.called), answerer.answers
+        recording.unlike = (
+            run.touched and f"what it gives {run.touched} is made by it now, and was not when it was traced"
+        )
         if self._part.is_last:
             recording.is_whole = True
             recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained.get(n, flag)}
@@ -307,15 +311,15 @@ class StageReplayer:
         by_glue = left.path in self._now.written_by_glue or left.path not in self._now.knowing
         return not self._step.head or by_glue == self._part.is_head
 
-    def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor]) -> Any:
+    def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor], untouched: Untouched) -> Any:
         every, sizes = range(len(self._step.structure.leaves)), self._now.sizes
         begin = sum(sizes[: max(key.microbatch, 0)]) + key.first_sample
         template = with_rows(self._now.template, sum(sizes), range(begin, begin + samples))
         structure = replace(self._step.structure, template=template)
-        batch = structure.fill(
-            # the step may write to its batch, which others read: its own copy
-            [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
-        )
+        # the step may write to its batch, which others read: its own copy
+        tensors = [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
+        untouched.note(tensors)
+        batch = structure.fill(tensors)
         step = getattr(self._step.module, self._step.method)
         with none_caught():
             return with_loss(self._step.method, step(batch, *self._now.arguments))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
-from lightning_pipe.capture.recording.unit_inputs import row_sums
+from lightning_pipe.capture.recording.unit_inputs import Untouched, row_sums
 from lightning_pipe.capture.replayed.module_scope import seed
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
@@ -52,6 +52,8 @@ class StepRun:
         leaves: what it was given, as leaves of autograd.
         called: numbers of the units that were called.
         asked: sums of the rows of what units were given whose inputs are compared.
+        untouched: tensors that glue has not made.
+        touched: path of the first unit that is given others, and was not when it was traced; "" if there is none.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class StepRun:
         self.leaves: dict[int, Tensors] = {}
         self.called: list[int] = []
         self.asked: dict[int, torch.Tensor] = {}
+        self.untouched = Untouched()
+        self.touched = ""
 
     def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a unit's module."""
@@ -84,10 +88,13 @@ class StepRun:
             raise _TheRestIsOthers
         self._called = number + 1
         self.called.append(number)
+        if self._part.is_head and self._step.trace.units[number].is_given_as_is and not self.touched:
+            self.touched = "" if self.untouched.are((args, kwargs)) else self._step.trace.units[number].path
         if number in self._part.asked:
             self.asked[number] = self._sums(number, (args, kwargs))
         own = partial(self._own, number, partial(call, *args, **kwargs))
         result = self._of_others(number) if number < self._part.begin else own()
+        self.untouched.note(tensors_in(result) if self._part.is_head else ())
         self._seed(2 * number + 2)
         if self._part.stops and number == self._part.end - 1:
             raise _TheRestIsOthers
