@@ -18,6 +18,7 @@ from strategy.fits import dapple, make_trainer
 SAMPLES = 13
 LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 CONTRASTIVE = ("info_nce", "simclr", "triplets")
+LATER = ("looks_at_all_samples_later", "ties_weights_and_masks")
 
 
 def loss(function: Any) -> Any:
@@ -116,6 +117,19 @@ def triplets(m, x, y):
     return F.softplus(hardest).mean()
 
 
+@loss
+def looks_at_all_samples_later(m, x, y):
+    return F.cross_entropy(m.body(x if m.global_step < 2 else x - x.mean(0)), y, label_smoothing=0.1).sqrt()
+
+
+@loss
+def ties_weights_and_masks(m, x, y):
+    h = m.body[0](x)
+    logits, again = m.body[2](m.body[1](h)), F.linear(h, m.body[0].weight.T)
+    mask = (y > 0).double()
+    return (F.cross_entropy(logits, y, reduction="none") * mask).sum() / mask.sum() + again.square().mean().sqrt()
+
+
 class Net(pl.LightningModule):
     """Two layers that can be separated, a temperature in the step, and a list that the step extends."""
 
@@ -156,7 +170,7 @@ def fitted(names: list[str], options: dict[str, Any] | None, batches: int) -> di
     found = {}
     for name in names:
         generator = torch.Generator().manual_seed(1)
-        x = torch.randn(SAMPLES * batches, 6, generator=generator, dtype=torch.float64)
+        x = torch.randn(SAMPLES * batches - 4 * (batches > 1), 6, generator=generator, dtype=torch.float64)
         data = DataLoader(TensorDataset(x, torch.randint(4, (len(x),), generator=generator)), SAMPLES)
         pl.seed_everything(3, verbose=False)
         module, said = Net(name), Said()
@@ -183,7 +197,7 @@ def assert_as_one_device(names: list[str], options: dict[str, Any], *, batches: 
 
 
 def test_whatever_the_loss_a_batch_is_that_of_one_device():
-    table = [name for name in LOSSES if name not in CONTRASTIVE]
+    table = [name for name in LOSSES if name not in (*CONTRASTIVE, *LATER)]
     assert_as_one_device(table, {"microbatches": 3, "schedule": "gpipe"}, batches=1, rounding=1e-12)
 
 
@@ -191,3 +205,9 @@ def test_whatever_the_loss_a_batch_is_that_of_one_device():
 def test_losses_that_compare_samples_train_as_on_one_device(microbatches):
     options = {"microbatches": microbatches, "schedule": "gpipe"}
     assert_as_one_device([*CONTRASTIVE], options, batches=4, rounding=1e-9)
+
+
+@pytest.mark.parametrize("options", [{"layout": "1-1"}, {"layout": "2"}], ids=str)
+def test_what_begins_later_and_what_is_tied_is_that_of_one_device(options):
+    """Glue that begins to look at all samples gave units of micro-batches something else, without a word."""
+    assert_as_one_device([*LATER], {"microbatches": 2, "schedule": "gpipe", **options}, batches=5, rounding=1e-9)

@@ -20,7 +20,6 @@ from lightning_pipe.capture.recording.replay_state import is_inside
 from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls, generator_states
 from lightning_pipe.capture.recording.unit_choice import UnitCall, recording_tree
 from lightning_pipe.capture.recording.unit_flow import EscapeReader
-from lightning_pipe.capture.recording.unit_inputs import GlueTrial
 from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources, WrittenPlace
@@ -300,37 +299,38 @@ class UnitRecorder:
             rows: indices of the samples.
             kept: content of the module that the run begins with.
         """
+        recording = StepRecording()
+        tensors = sorted_samples(self._tensors, self._cut, self.request.batch_dim) or self._tensors
+        with self.quietly(rows, kept, recording, tensors=tensors) as step:
+            output = step()
+            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
+        return recording
+
+    @contextlib.contextmanager
+    def quietly(
+        self,
+        rows: torch.Tensor,
+        kept: ModuleSnapshot,
+        recording: StepRecording,
+        *,
+        tensors: Sequence[torch.Tensor] | None = None,
+    ) -> Iterator[Callable[[], Any]]:
+        """Give what runs the step without randomness on some samples, inside.
+
+        Args:
+            rows: indices of the samples.
+            kept: content of the module that the run begins with.
+            recording: of what it says.
+            tensors: the batch; by default in its own order.
+        """
         kept.restore()
-        dim, recording = self.request.batch_dim, StepRecording()
-        tensors = sorted_samples(self._tensors, self._cut, dim) or self._tensors
+        dim, tensors = self.request.batch_dim, tensors or self._tensors
         leaves = [
             t.index_select(dim, rows.to(t.device)) if c else t.clone() for t, c in zip(tensors, self._cut, strict=True)
         ]
         no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
         with kept.keeper, self._scene(recording), no_randomness:
-            output = self._call(leaves)
-            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
-        return recording
-
-    def compare_glue(self, trial: GlueTrial, kept: ModuleSnapshot) -> None:
-        """Run glue without randomness on two parts of some samples, and on these.
-
-        Args:
-            trial: notes what units are given.
-            kept: content of the module that every run begins with.
-        """
-        dim, count = self.request.batch_dim, min(self.request.count, self.total - 1)
-        counts = (count, min(2 * count, self.total) - count)
-        rows = torch.linspace(0, self.total - 1, sum(counts)).long()
-        for part in (*rows.split(counts), rows):
-            kept.restore()
-            leaves = [
-                t.index_select(dim, part.to(t.device)) if c else t.clone()
-                for t, c in zip(self._tensors, self._cut, strict=True)
-            ]
-            no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
-            with kept.keeper, self._scene(StepRecording()), no_randomness:
-                trial.run(partial(self._call, leaves), len(part), is_part=part is not rows)
+            yield partial(self._call, leaves)
 
     @property
     def has_lists(self) -> bool:

@@ -1,4 +1,4 @@
-"""Inputs of units, as a number per sample: do micro-batches give units what the whole batch gives them?
+"""Inputs of units, as a number per sample: whether micro-batches give units what the whole batch gives them.
 
 Glue in front of a unit may look at all samples (`(x - x.mean(0)) / x.std(0)`), or put them in another order
 (`cat([first_view, second_view])`). Units of micro-batches are then given something else than those of the batch, and no
@@ -14,13 +14,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.recording.units import MOST_SAID, Head, UnitTrace
 from lightning_pipe.capture.steps.batch import LeafSlot
 from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.torch_private import answered_calls, version_of
@@ -138,6 +139,22 @@ class GlueTrial:
         self.is_unknown = False
         self.blocks: dict[int, int] = {}
 
+    def compare(
+        self, quietly: Callable[[torch.Tensor], AbstractContextManager[Callable[[], Any]]], *, total: int, count: int
+    ) -> None:
+        """Run glue on two parts of some samples, and on these.
+
+        Args:
+            quietly: gives what runs the step on samples with these indices, without randomness.
+            total: number of all samples.
+            count: that of a part.
+        """
+        counts = (count, min(2 * count, total) - count)
+        rows = torch.linspace(0, total - 1, sum(counts)).long()
+        for part in (*rows.split(counts), rows):
+            with quietly(part) as step:
+                self.run(step, len(part), is_part=part is not rows)
+
     def run(self, step: Callable[[], Any], samples: int, *, is_part: bool) -> None:
         """Run a step up to its last unit.
 
@@ -201,3 +218,29 @@ class GlueTrial:
         """Return numbers of blocks that a unit may be called with: those of which all its outputs may have rows."""
         rows = math.gcd(*(output.rows for output in self._units[number].outputs if output.batch_dim is not None))
         return [1, *(blocks for blocks in range(2, rows + 1) if rows % blocks == 0 and blocks <= _MOST_BLOCKS)]
+
+
+def head_of(trace: UnitTrace, first_draws: Sequence[int | None], *, drawn: bool) -> tuple[Head, str]:
+    """Return what the head of a step does, and why there is none, after "since".
+
+    Args:
+        trace: the units.
+        first_draws: how many units had begun when glue drew random numbers first, by run; None where it has not.
+        drawn: whether it has drawn random numbers of Python or NumPy.
+    """
+    last = len(trace.units)
+    if drawn or any(begun is not None and begun < last for begun in first_draws):
+        return "", "they draw random numbers of their own before its last sub-module"
+    if trace.changes:
+        return "", f"it changes {trace.changes[0].name}"
+    read = [trace.units[int(k)] for kind, k in trace.tail if kind == "unit"]
+    outputs = [output for unit in read for output in unit.outputs]
+    if not all(unit.is_fixed for unit in read) or any(output.batch_dim is None for output in outputs):
+        return "", "its sub-modules return tensors that have no rows of single samples"
+    if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
+        return "holds", ""
+    if trace.loss is not None and any(begun is not None for begun in first_draws):
+        return "", "they draw random numbers of their own behind its last sub-module"
+    if any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
+        return "", f"its sub-modules return more than {MOST_SAID:,} numbers of every sample"
+    return "speaks", ""

@@ -1,4 +1,4 @@
-"""Law of a loss, read from autograd's graph: do the losses of micro-batches make the batch's loss as a mean or a sum?
+"""Law of a loss, read from autograd's graph: whether losses of micro-batches make the batch's as a mean or a sum.
 
 The graph is walked from the loss back to its first reductions, and on from these to what units return:
 
@@ -10,12 +10,14 @@ samples (a penalty of weights) may be added to means. Anything else, or unknown,
 targets, a root of a mean, a product of samples with each other.
 
 Samples lie along the first dimension here; who asks has to know that they do.
+
+A step without a head may make its loss by other calls later, which is all that can be seen of it (`loss_call`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +42,7 @@ _BY_ELEMENT = frozenset(
 )
 _ALONG = frozenset(f"{name}Backward" for name in ("LogSoftmax", "Softmax", "Sum", "Mean", "Select", "Slice", "Squeeze"))
 _RESHAPED = frozenset(("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward"))
+_REDUCING = frozenset("sum nansum mean nanmean prod var std var_mean std_mean max min amax amin".split())
 _PARAMETER = "torch::autograd::AccumulateGrad"
 
 
@@ -256,3 +259,24 @@ def is_proven(runs: Sequence[tuple[int, Reductions]]) -> bool:
 
 def _alike(ones: Sequence[float], others: Sequence[float]) -> bool:
     return len(ones) == len(others) and all(map(math.isclose, ones, others))
+
+
+def loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return a call in words: its function, and how it reduces."""
+    if "reduction" in kwargs:
+        return f"{name}(reduction={kwargs['reduction']!r})"
+    if name in _REDUCING and (len(args) > 1 or kwargs.keys() & {"dim", "axis"}):
+        return f"{name} along a dimension"
+    return name
+
+
+def loss_calls(calls: Iterable[tuple[Any, str]]) -> dict[str, str]:
+    """Return traced calls in words, and the first line of each.
+
+    Args:
+        calls: (name, arguments, pairs of keyword arguments), and a line.
+    """
+    found: dict[str, str] = {}
+    for (name, args, kwargs), line in calls:
+        found.setdefault(loss_call(name, args, dict(kwargs)), line)
+    return found

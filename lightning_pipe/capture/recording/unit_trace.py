@@ -20,11 +20,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +33,17 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_place, said_roles
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, said_of_parts
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
-from lightning_pipe.capture.recording.unit_inputs import GlueTrial
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
-from lightning_pipe.capture.recording.units import MOST_SAID, Head, Source, Sources, Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.numbers import Place, proportional
-from lightning_pipe.capture.steps.record import Ref
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, uneven_parts, unlike_order
-from lightning_pipe.capture.weighing.whole_batches import parts_say_otherwise
+from lightning_pipe.capture.steps.numbers import proportional
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -102,13 +99,17 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         if drawn():  # dice may fall alike once
             run = replace(run, repeatable=frozenset())
         trace = _described(request, run, others, [call.seconds for call in calls])
-        head, headless = _head(trace, (run, *others), drawn=drawn()) if others and fits else ("", "")
+        first_draws = [one.first_draw for one in (run, *others)]
+        head, headless = head_of(trace, first_draws, drawn=drawn()) if others and fits else ("", "")
         unlike = ""
         if head and (compared := _with_glue(runner, trace, steady)) is not None:
             trace, unlike = compared
         elif head:
             head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
-        said = _said_of_parts(runner, steady) if others and fits and not (head or drawn()) else NOTHING_SAID
+        said = NOTHING_SAID
+        if others and fits and not (head or drawn()):
+            has_lists, said_of = runner.has_lists, partial(runner.said, kept=steady)
+            said = said_of_parts(said_of, total=runner.total, count=request.count, has_lists=has_lists)
         steady.restore()
         in_python = drawn()
     whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
@@ -166,32 +167,6 @@ def _other_runs(
     return [], True, why
 
 
-def _head(trace: UnitTrace, runs: Sequence[Run], *, drawn: bool) -> tuple[Head, str]:
-    """Return what the head of a step does, and why there is none, after "since".
-
-    Args:
-        trace: the units.
-        runs: of the step.
-        drawn: whether it has drawn random numbers of Python or NumPy.
-    """
-    last = len(trace.units)
-    if drawn or any(run.first_draw is not None and run.first_draw < last for run in runs):
-        return "", "they draw random numbers of their own before its last sub-module"
-    if trace.changes:
-        return "", f"it changes {trace.changes[0].name}"
-    read = [trace.units[int(k)] for kind, k in trace.tail if kind == "unit"]
-    outputs = [output for unit in read for output in unit.outputs]
-    if not all(unit.is_fixed for unit in read) or any(output.batch_dim is None for output in outputs):
-        return "", "its sub-modules return tensors that have no rows of single samples"
-    if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
-        return "holds", ""
-    if trace.loss is not None and any(run.first_draw is not None for run in runs):
-        return "", "they draw random numbers of their own behind its last sub-module"
-    if any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
-        return "", f"its sub-modules return more than {MOST_SAID:,} numbers of every sample"
-    return "speaks", ""
-
-
 def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str] | None:
     """Return units with their blocks, and why batches must not be cut: glue gives units what it makes of all samples.
 
@@ -206,7 +181,8 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
         return trace, ""
     trial = GlueTrial(trace, runner.request.module, runner.request.device)
     try:
-        runner.compare_glue(trial, kept)
+        count = min(runner.request.count, runner.total - 1)
+        trial.compare(lambda rows: runner.quietly(rows, kept, StepRecording()), total=runner.total, count=count)
     except Exception as error:  # whatever the step raises for these samples
         log.debug("Whether sub-modules are given what is made of all samples is not known: %s", error)
         return None
@@ -215,48 +191,6 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
     units = tuple(replace(unit, blocks=trial.blocks.get(k, 1)) for k, unit in enumerate(trace.units))
     why = f"what it gives {trial.unlike} is made of all samples" if trial.unlike else ""
     return replace(trace, units=units), why
-
-
-def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
-    """Return how what the step says is combined, by runs on two parts of some samples and on both, twice."""
-    total = runner.total
-    count = min(runner.request.count, total - 1)
-    many = min(2 * count, total)
-    if not count:
-        return NOTHING_SAID
-    rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
-    other = unlike_order(rows)
-
-    def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
-        return PartsAndWhole(tuple(map(by_place, parts_of(order, counts))), counts, by_place(whole))
-
-    def parts_of(order: torch.Tensor, counts: tuple[int, int]) -> list[StepRecording]:
-        return [runner.said(part, kept) for part in order.split(counts)]
-
-    try:
-        said = runner.said(rows, kept)
-        if not said.calls and isinstance(said.returned, Ref | None):
-            return Said(places=frozenset())
-        counts = (count, many - count)
-        parts = parts_of(rows, counts)
-        by_count = parts_say_otherwise(parts, said, has_lists=runner.has_lists)
-        if by_count or not by_place(said):
-            return Said(places=frozenset(), by_count=by_count)
-        unlike = PartsAndWhole(tuple(map(by_place, parts)), counts, by_place(said))
-        alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
-        turned = unlike.turned(by_place(runner.said(rows.roll(-count), kept)))
-    except Exception as error:  # whatever the step raises for samples in this order
-        log.debug("How what is logged is combined is not known: %s", error)
-        return NOTHING_SAID
-    found = said_roles((unlike, alike, turned), said)
-    if not found.shapes:  # nothing that may be of single samples
-        return found
-    try:
-        more = [trial(order, sizes, runner.said(order, kept)) for order, sizes in uneven_parts(rows)]
-    except Exception as error:  # whatever the step raises for so few samples
-        log.debug("Whether what is logged is of single samples is not known: %s", error)
-        return said_roles((unlike, alike, turned), said, is_sure=False)
-    return said_roles((unlike, alike, turned, *more), said)
 
 
 def _separated(

@@ -17,16 +17,14 @@ Legend: a piece is what one play of the last stage said.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import LENGTH, Said
+from lightning_pipe.capture.replayed.head_words import Words, left_unlike
 from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unlike_bend
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
@@ -43,20 +41,17 @@ from lightning_pipe.capture.steps.numbers import (
 )
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
-    KeptState,
     LogCall,
     MetricValue,
     ObjectCall,
     Ref,
     StepRecord,
 )
-from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
+from lightning_pipe.capture.steps.trees import branches, found_in, rebuilt
 from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-
-Words: TypeAlias = tuple[int, int, int, StepRecording]  # micro-batch, first sample, samples, what was said
 
 
 @dataclass(frozen=True)
@@ -199,23 +194,6 @@ def _differing(words: Sequence[Words]) -> str:
     if len({call_keys(recording.calls) for recording in ends}) > 1:
         return "it logs other names for some of its micro-batches"
     return left_unlike(words)
-
-
-def left_unlike(words: Sequence[Words]) -> str:
-    """Return what micro-batches have left behind differently, "" if they have left the same."""
-    left: dict[int, list[KeptState]] = {}
-    for microbatch, _, _, recording in words:
-        named = {str(i): tensor for i, tensor in enumerate(recording.results)}
-        real = partial(mapped, kinds=Ref, function=partial(lambda named, ref: named.get(ref.name, ref), named))
-        left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
-    if not left:
-        return ""
-    first, *others = left.values()
-    for other in others:
-        for one, two in itertools.zip_longest(first, other):
-            if one is None or two is None or not same_left(one, two):
-                return f"what it keeps in {(one or two).name} is different for micro-batches"
-    return ""
 
 
 def unequally_divided(words: Sequence[Words]) -> list[str]:

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from lightning_pipe.capture.replayed.head_words import head_words
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.route import Route
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
@@ -30,7 +31,6 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
-from lightning_pipe.strategy.steps.head_words import head_words
 from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, unequally_divided, uneven
 from lightning_pipe.strategy.steps.rounds import Rounds, chained
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
