@@ -14,17 +14,28 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_head import ReplayHead, added
+from lightning_pipe.capture.replayed.head_split import (
+    OF_HEAD,
+    TANGENT,
+    TAPE,
+    asked_name,
+    batch_head,
+    fixed_size,
+    gradient_names,
+    head_gradient,
+    headed_backward,
+    output_names,
+    state_names,
+    state_values,
+)
+from lightning_pipe.capture.replayed.replay_head import ReplayHead
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
-from lightning_pipe.capture.steps.stage_program import BatchHead, Combine, Half, Split, StageProgram, Value
+from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
-
-TAPE, TANGENT = "tape", "tangent"
-OF_HEAD = -1  # in the place of a stage that gradients come back from
 
 
 @dataclass(frozen=True)
@@ -158,17 +169,17 @@ class UnitSplitter:
             for other in stages[1:]:
                 sends["F", other.number] += [f"leaf{i}" for i in other.needs.leaves]
         for k in part.given:
-            receives["F", owner[k]] += self._output_names(k)
-            sends["B", owner[k]] += self._gradient_names(k, stage.number)
+            receives["F", owner[k]] += output_names(self._units, k)
+            sends["B", owner[k]] += gradient_names(self._units, k, stage.number)
         for k, target in part.receivers:
-            sends["F", target] += self._output_names(k)
-            receives["B", target] += self._gradient_names(k, target)
-        last, asked = len(stages) - 1, [_asked_name(k) for k in self._asked if owner[k] == stage.number]
+            sends["F", target] += output_names(self._units, k)
+            receives["B", target] += gradient_names(self._units, k, target)
+        last, asked = len(stages) - 1, [asked_name(k) for k in self._asked if owner[k] == stage.number]
         if stage.number < last:
             sends["F", last] += asked
         else:
             for k in (k for k in self._asked if owner[k] != last):
-                receives["F", owner[k]].append(_asked_name(k))
+                receives["F", owner[k]].append(asked_name(k))
         is_trained = self._trace.loss is not None
         return StageProgram(
             stage=stage.number,
@@ -186,7 +197,7 @@ class UnitSplitter:
             written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
-            head=None if head is None else self._head(ReplayHead(step, head, self._now)),
+            head=None if head is None else batch_head(self._units, ReplayHead(step, head, self._now)),
         )
 
     def _head_part(self, stage: _Stage, needs: StageNeeds, part: StageSpec) -> StageSpec:
@@ -212,35 +223,6 @@ class UnitSplitter:
             recomputed=frozenset(),
             asked=self._asked,
         )
-
-    def _head(self, head: ReplayHead) -> BatchHead:
-        part = head.part
-        state = self._state_names(part)
-        inputs = [*_state_values(part), *(f"leaf{i}" for i in part.leaves)]
-        inputs += [name for k in part.given for name in self._output_names(k)] + [_asked_name(k) for k in part.asked]
-        inputs += [TANGENT] if head.holds else []
-        outputs: list[str] = []
-        if head.holds:
-            outputs = [LOSS, *(n for k in part.given for n in self._gradient_names(k, OF_HEAD))]
-            outputs += [_head_gradient(name) for name in part.trained]
-
-        def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
-            tensors = iter(values)
-            hung = {name: next(tensors) for name in state}
-            batch = {i: next(tensors) for i in part.leaves}
-            given = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
-            asked = {k: next(tensors) for k in part.asked}
-            loss, rows, trained = head.run(
-                samples, key, state=hung, leaves=batch, given=given, asked=asked, tangent=next(tensors, None)
-            )
-            if not head.holds:
-                return ()
-            return (loss, *(g for k in part.given for g in rows[k]), *(trained[name] for name in part.trained))
-
-        return BatchHead(Half(tuple(inputs), tuple(outputs), run), holds_backwards=head.holds)
-
-    def _state_names(self, part: StageSpec) -> list[str]:
-        return [*(name for own in part.parameters.values() for name in own), *part.buffers]
 
     def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
         units, needs = self._units, stage.needs
@@ -283,11 +265,15 @@ class UnitSplitter:
 
     def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
         part = player.part
-        state = self._state_names(part)
-        inputs = [*_state_values(part), *(f"leaf{i}" for i in part.leaves)]
-        given = [name for k in part.given for name in self._output_names(k)]
-        outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
-        outputs += [_asked_name(k) for k in part.asked]
+        state = state_names(part)
+        inputs = [*state_values(part), *(f"leaf{i}" for i in part.leaves)]
+        given = [name for k in part.given for name in output_names(self._units, k)]
+        outputs = [
+            TAPE,
+            *(name for k in part.sent for name in output_names(self._units, k)),
+            *([LOSS] if has_loss else []),
+        ]
+        outputs += [asked_name(k) for k in part.asked]
         changed = [f"changed:{name}" for name in part.mutations]
 
         def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
@@ -306,10 +292,10 @@ class UnitSplitter:
     def _backward(self, player: StageReplayer, number: int, head: StageSpec | None, *, has_loss: bool) -> Half:
         part = player.part
         if head is not None and self._trace.head == "holds":
-            return self._headed_backward(player, number, head)
-        back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
+            return headed_backward(self._units, player, head, number, self._now)
+        back = [(k, target, gradient_names(self._units, k, target)) for k, target in part.receivers]
         inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
-        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
+        outputs = [name for k in part.given for name in gradient_names(self._units, k, number)]
 
         def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
             tensors = iter(values)
@@ -320,39 +306,6 @@ class UnitSplitter:
 
         return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
 
-    def _headed_backward(self, player: StageReplayer, number: int, head: StageSpec) -> Half:
-        """Return the backward of a stage whose head has made the gradients of rows, and of parameters that it reads.
-
-        A micro-batch has its rows, and its share of the gradients of parameters.
-        """
-        part, own = player.part, range(player.part.begin, player.part.end)
-        rows = [(k, name) for k in head.given for name in self._gradient_names(k, OF_HEAD)]
-        inputs = [TAPE, *(name for _, name in rows), *(_head_gradient(name) for name in head.trained)]
-        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
-
-        def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
-            of_rows, share = values[: len(rows)], samples / sum(self._now.sizes)
-            parameters = [None if gradient is None else gradient * share for gradient in values[len(rows) :]]
-            of_head = dict(zip(head.trained, parameters, strict=True))
-            back: dict[int, tuple[torch.Tensor, ...]] = dict.fromkeys(head.given, ())
-            for (k, _), gradient in zip(rows, of_rows, strict=True):
-                back[k] = (*back[k], gradient)
-            gradients = {(k, OF_HEAD): tensors for k, tensors in back.items() if k in own}
-            returned, trained = player.backward(handle, tangent=None, gradients=gradients)
-            sums = {k: tuple(map(added, returned[k], back.get(k, (None,) * len(returned[k])))) for k in part.given}
-            made = (added(trained[name], of_head.get(name)) for name in part.trained)
-            return (*(gradient for k in part.given for gradient in sums[k]), *made)
-
-        return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
-
-    def _output_names(self, k: int) -> list[str]:
-        return [f"unit{k}.{i}" for i in range(len(self._units[k].outputs))]
-
-    def _gradient_names(self, k: int, target: int) -> list[str]:
-        """Name the gradients of a unit's outputs that come back from a stage."""
-        outputs = self._units[k].outputs
-        return [f"unit{k}.{i}.gradient{target}" for i, output in enumerate(outputs) if output.has_gradient]
-
     def _values(self, stages: list[_Stage]) -> Iterator[Value]:
         """Yield what is known of everything that crosses stages, and of the loss."""
         for i, leaf in enumerate(self._request.structure.leaves):
@@ -361,13 +314,13 @@ class UnitSplitter:
         for stage in stages:
             for k in stage.needs.units:
                 outputs = self._units[k].outputs
-                for name, output in zip(self._output_names(k), outputs, strict=True):
+                for name, output in zip(output_names(self._units, k), outputs, strict=True):
                     yield _value(name, output, combine="mean")
                 differentiated = [output for output in outputs if output.has_gradient]
-                for name, output in zip(self._gradient_names(k, stage.number), differentiated, strict=True):
+                for name, output in zip(gradient_names(self._units, k, stage.number), differentiated, strict=True):
                     yield replace(_value(name, output, combine="sum"), order=())
         for k in self._asked:
-            yield Value(_asked_name(k), torch.float64, lambda samples: (samples, 2), 0, combine="cat")
+            yield Value(asked_name(k), torch.float64, lambda samples: (samples, 2), 0, combine="cat")
         if (head := stages[-1].head) is not None:
             yield from self._values_of_head(head)
         if self._trace.loss is not None:
@@ -378,14 +331,14 @@ class UnitSplitter:
         """Yield what is known of what the head is given, and makes."""
         for k in head.units:
             outputs = self._units[k].outputs
-            for name, output in zip(self._output_names(k), outputs, strict=True):
+            for name, output in zip(output_names(self._units, k), outputs, strict=True):
                 yield _value(name, output, combine="mean")
             differentiated = [output for output in outputs if output.has_gradient]
-            for name, output in zip(self._gradient_names(k, OF_HEAD), differentiated, strict=True):
+            for name, output in zip(gradient_names(self._units, k, OF_HEAD), differentiated, strict=True):
                 yield replace(_value(name, output, combine="sum"), order=())
         for name in head.parameters:
             parameter = self._request.module.get_parameter(name)
-            yield Value(_head_gradient(name), parameter.dtype, partial(_fixed, tuple(parameter.shape)), None)
+            yield Value(head_gradient(name), parameter.dtype, partial(fixed_size, tuple(parameter.shape)), None)
 
     def _edge(self, direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
         samples = self._trace.samples
@@ -407,24 +360,6 @@ class UnitSplitter:
         sizes = {name: self._request.module.get_parameter(name).nbytes for name in holders}
         buckets = tuple(Bucket(stages, sum(sizes[name] for name in names)) for stages, names in groups.items())
         return buckets, tuple(tuple(names) for names in groups.values())
-
-
-def _asked_name(k: int) -> str:
-    return f"asked{k}"
-
-
-def _head_gradient(name: str) -> str:
-    return f"head:gradient:{name}"
-
-
-def _state_values(part: StageSpec) -> list[str]:
-    """Name the values of the parameters and buffers that a stage reads."""
-    parameters = [f"parameter:{name}" for own in part.parameters.values() for name in own]
-    return parameters + [f"buffer:{name}" for name in part.buffers]
-
-
-def _fixed(shape: tuple[int, ...], samples: int) -> tuple[int, ...]:
-    return shape
 
 
 def _is_run(edge: tuple[Pass, int], is_trained: bool) -> bool:
