@@ -10,7 +10,9 @@ import torch
 
 from lightning_pipe.core.milestones import Confirm, Head, Publish, Rollback
 from lightning_pipe.core.program import Compute, Free, Program, Seam, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import InstructionError, ProgramError
+from lightning_pipe.report import chrome_trace, plot_timeline
 from lightning_pipe.runtime.exchanges.groups import groups
 from lightning_pipe.runtime.exchanges.results import Results
 from lightning_pipe.runtime.executor import run_together
@@ -20,6 +22,7 @@ from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import Wait, drive_together
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 from ranks.headed import HeadCase, executor_of, job_of, parameters_of, plain, program_of, split_of
 
 TWO, THREE = ((0,), (1,)), ((0,), (1,), (2,))
@@ -37,6 +40,7 @@ CASES = {
         "from one to two to one": {"stages": ((0,), (1, 2), (3,)), "sizes": (3, 4)},
         "with last replicas in turn": {"stages": ((0,), (1, 2)), "sizes": (2, 3, 1), "whole": frozenset({1})},
         "breadth first": {"stages": ((0,), (1,), (0,), (1,)), "sizes": (2, 1, 2), "schedule": "breadth_first"},
+        "with joined weight halves": {"stages": TWO, "sizes": (2, 3, 1), "schedule": "2bp", "join": 3},
         "offloaded": {"stages": TWO, "sizes": (2,) * 6, "offloads": (0, 1)},
     }.items()
 }
@@ -191,6 +195,28 @@ def test_the_text_of_a_program_with_a_head_is_read_back() -> None:
     for case in (CASES["contrast of two"], SPEAKING["1f1b"]):
         program = program_of(case)
         assert verify(parse_program(format_program(program))) == program
+
+
+def test_a_head_is_simulated_recorded_and_drawn(tmp_path) -> None:
+    """Replicas begin it together, when the last of them has come."""
+    case = CASES["root with two last replicas"]
+    world, program = World(case), program_of(case)
+    timeline = simulate(program, UnitPrices(head=5.0))
+    assert {(e.rank, e.start, e.end) for e in timeline.events if e.instruction == Head()} == {(1, 3, 8), (2, 3, 8)}
+    plot_timeline(timeline, tmp_path / "head.png")
+    recorded = run_together(world.executors, program, [job_of(case)] * 3, record=True, record_memory=True)
+    assert [str(e.instruction) for o in recorded for e in o.timeline.events].count("HEAD") == 2
+    assert chrome_trace(timeline).count('"HEAD"') == 2
+    measured = Timeline(tuple(event for outcome in recorded for event in outcome.timeline.events))
+    assert len(memory_curves(measured, program=program, prices=UnitPrices())) == 3
+
+
+def test_a_program_whose_stages_have_another_head_is_not_run() -> None:
+    world, program = World(CASES["root of two"]), program_of(CASES["root of two"])
+    stage = world.executors[2].stages[2]
+    stage.program = replace(stage.program, head=None)
+    with pytest.raises(ProgramError, match="The program of rank 2 has HEAD, but its stages have none"):
+        world.run(program)
 
 
 def with_line(program: Program, rank: int, line: tuple) -> Program:

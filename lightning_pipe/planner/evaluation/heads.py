@@ -51,13 +51,13 @@ def check_constraints(problem: Problem) -> None:
             f"{head_sentence(problem.graph, problem.samples)} But versions={constraints.versions!r} runs forwards of "
             "the next batch before the backwards of this one. Use versions='sync', or whole_batch='by_microbatch'."
         )
-    name = constraints.schedule or ("1f1b" if constraints.warmup is not None else None)
-    known = SCHEDULES.get(name) if name is not None else None
-    if not needs_forwards_first(problem) or not isinstance(known, Schedule) or name is None:
+    name = constraints.schedule or ("1f1b" if constraints.warmup is not None else "gpipe")
+    schedule = SCHEDULES.get(name)
+    if not needs_forwards_first(problem) or not isinstance(schedule, Schedule):
         return
     count = constraints.microbatches or _PER_STAGE * problem.cluster.ranks
     try:
-        layout = known.layout([(rank,) for rank in range(problem.cluster.ranks)], constraints.stages_per_device)
+        layout = schedule.layout([(rank,) for rank in range(problem.cluster.ranks)], constraints.stages_per_device)
         options = options_with_forwards_first(name)
         order = order_of(name, layout=layout, microbatches=count, options=options)
     except ConfigError:
