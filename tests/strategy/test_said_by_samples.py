@@ -150,7 +150,7 @@ KINDS = {cls.__name__: cls for cls in (Sometimes, Weighted, Words, Elsewhere)}
 
 def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     """Fit one of them; a worker function."""
-    return run(KINDS[name], options and {**options, "check": True, "schedule": "gpipe"})
+    return run(KINDS[name], options and {**options, "check": True})
 
 
 @pytest.mark.sampled
