@@ -10,6 +10,7 @@ Legend: the head is the words of micro-batch -1, of which every replica of the l
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,6 +123,6 @@ def _call(call: LogCall | ObjectCall, named: Any) -> LogCall | ObjectCall:
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return whether rounding explains a difference: half of the digits."""
-    apart, size = abs(float(one) - float(two)), max(abs(float(one)), abs(float(two)))
-    return one.equal(two) or not apart > size * torch.finfo(two.dtype).eps ** 0.5
+    """Return whether rounding explains a difference: half of the digits; not-a-number equals itself."""
+    tolerance = torch.finfo(two.dtype).eps ** 0.5
+    return math.isclose(float(one), float(two), rel_tol=tolerance) or bool(one != one and two != two)

@@ -51,7 +51,7 @@ def check_constraints(problem: Problem) -> None:
             f"{head_sentence(problem.graph, problem.samples)} But versions={constraints.versions!r} runs forwards of "
             "the next batch before the backwards of this one. Use versions='sync', or whole_batch='by_microbatch'."
         )
-    name = constraints.schedule or "gpipe"
+    name = constraints.schedule or ("1f1b" if constraints.warmup is not None else "gpipe")
     schedule = SCHEDULES.get(name)
     if not needs_forwards_first(problem) or not isinstance(schedule, Schedule):
         return
@@ -66,11 +66,8 @@ def check_constraints(problem: Problem) -> None:
 
 
 def with_forwards_first(problem: Problem) -> Problem:
-    """Return the problem whose outlines run all forwards first, where the step needs that and no schedule is set.
-
-    A warm-up is one of 1F1B, and means nothing then.
-    """
+    """Return the problem whose outlines run all forwards first, where the step needs that and no schedule is set."""
     constraints = problem.constraints
     if constraints.schedule is not None or not needs_forwards_first(problem):
         return problem
-    return replace(problem, constraints=replace(constraints, schedule="gpipe", warmup=None))
+    return replace(problem, constraints=replace(constraints, schedule="gpipe"))

@@ -62,7 +62,7 @@ class Planned:
     may_offload: bool
 
 
-_NO_WARMUP = "All forwards come before the backwards then, so that `warmup` is not used."
+_NO_WARMUP = "So all forwards come before the backwards, and `warmup` is not used."
 
 
 def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_offload: bool = True) -> list[Judged]:
@@ -91,10 +91,10 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_o
     constraints = replace(config.constraints, versions=problem.constraints.versions)
     if not may_offload:
         constraints = replace(constraints, memory_policies=constraints.memory_policies - {"offload"})
-    problem = replace(problem, constraints=constraints)
-    if constraints.warmup is not None and constraints.schedule is None and needs_forwards_first(problem):
+    if config.warmup is not None and config.schedule is None and needs_forwards_first(problem):
         warnings.warn(f"{head_sentence(problem.graph, problem.samples)} {_NO_WARMUP}", stacklevel=2)
-    found = planned(problem, config.planner)
+        constraints = replace(constraints, schedule=None, warmup=None)
+    found = planned(replace(problem, constraints=constraints), config.planner)
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 
 
