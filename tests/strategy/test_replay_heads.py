@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,13 +13,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.core.program import Layout
+from lightning_pipe.schedule import order_of
+from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.verification.verify import verify
 from ranks.world import World
 from strategy.fits import dapple, make_trainer
+from zoo.replaying import Replayed, traced
 
 SAMPLES = 13
 LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 CONTRASTIVE = ("info_nce", "simclr", "triplets")
-LATER = ("looks_at_all_samples_later", "ties_weights_and_masks")
+LATER = ("looks_at_all_samples_later", "makes_inputs_of_all_samples_later", "ties_weights_and_masks")
 
 
 def loss(function: Any) -> Any:
@@ -123,6 +130,11 @@ def looks_at_all_samples_later(m, x, y):
 
 
 @loss
+def makes_inputs_of_all_samples_later(m, x, y):
+    return F.cross_entropy(m.body(2 * x if m.global_step < 2 else 2 * x - x.mean(0)), y)
+
+
+@loss
 def ties_weights_and_masks(m, x, y):
     h = m.body[0](x)
     logits, again = m.body[2](m.body[1](h)), F.linear(h, m.body[0].weight.T)
@@ -211,3 +223,33 @@ def test_losses_that_compare_samples_train_as_on_one_device(microbatches):
 def test_what_begins_later_and_what_is_tied_is_that_of_one_device(options):
     """Glue that begins to look at all samples gave units of micro-batches something else, without a word."""
     assert_as_one_device([*LATER], {"microbatches": 2, "schedule": "gpipe", **options}, batches=5, rounding=1e-9)
+
+
+def trace_of(name: str, width: int = 4) -> Replayed:
+    module = Net(name)
+    module.body[2] = nn.Linear(16, width).double()
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return traced(module, (x, torch.arange(6) % 4), (2, 2, 2), parts=2)
+
+
+def test_a_proven_mean_keeps_its_program_and_its_head_only_speaks():
+    found = trace_of("plain_mean")
+    split, layout = Replay(found.request, found.trace).split((1,)), Layout(((0,), (1,)))
+    order = order_of("1f1b", layout=layout, microbatches=3)
+    lowered = [
+        lower(order, layout=layout, sizes=found.sizes, traffic=traffic)
+        for traffic in (split.traffic, replace(split.traffic, head=None))
+    ]
+    verify(lowered[0])
+    lines, plain = ([[*map(str, line)] for line in program.ranks] for program in lowered)
+    assert "HEAD" in lines[1]
+    assert [[x for x in line if "HEAD" not in x and "FREE" not in x] for line in lines] == [
+        [x for x in line if "FREE" not in x] for line in plain
+    ]
+
+
+def test_results_of_many_numbers_are_not_put_together_for_a_head_that_only_speaks():
+    found = trace_of("plain_mean", width=4097)
+    assert (found.trace.is_proven, found.trace.head) == (True, "")
+    assert "return more than 4,096 numbers of every sample" in Replay(found.request, found.trace).told()
+    assert trace_of("contrastive", width=4097).trace.head == "holds"
