@@ -73,7 +73,7 @@ class ReplayHead:
         if tangent is None:
             self._player.forget(played.tape)
             return played.loss, {}, {}
-        returned, trained = self._player.backward(played.tape, tangent=torch.ones_like(played.loss), gradients={})
+        returned, trained = self._player.backward(played.tape, tangent=tangent, gradients={})
         numbers = {k: [i for i, o in enumerate(self._step.trace.units[k].outputs) if o.has_gradient] for k in returned}
         rows = {
             k: tuple(self._apart(k, i, tensor) for i, tensor in zip(numbers[k], tensors, strict=True))
