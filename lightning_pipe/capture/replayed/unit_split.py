@@ -13,10 +13,12 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.head_split import (
+from lightning_pipe.capture.replayed.replay_graph import leaf_sizes
+from lightning_pipe.capture.replayed.replay_head import (
     OF_HEAD,
     TANGENT,
     TAPE,
+    ReplayHead,
     asked_name,
     batch_head,
     fixed_size,
@@ -27,8 +29,6 @@ from lightning_pipe.capture.replayed.head_split import (
     state_names,
     state_values,
 )
-from lightning_pipe.capture.replayed.replay_graph import leaf_sizes
-from lightning_pipe.capture.replayed.replay_head import ReplayHead
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
