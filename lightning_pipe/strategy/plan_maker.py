@@ -386,7 +386,7 @@ class PlanMaker:
         """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
         parts = self._cuts.parts(captured.capture, sum(sizes))
-        if len(parts) <= 1:
+        if len(parts) <= 1 or (captured.capture.plays is not None and captured.capture.plays.head):
             return True
         control = self._links.control
         try:

@@ -16,11 +16,14 @@ import torch
 from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
-from lightning_pipe.core.program import Pass
+from lightning_pipe.core.program import Layout, Pass
 from lightning_pipe.errors import CaptureError, PipeError
 from lightning_pipe.once import OncePerObject
+from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
 from lightning_pipe.runtime.stage import Slice, Stage, State, changed_by_several
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.runtime.waiting import drive
 
 _MOST_STAGES = 8
 
@@ -67,14 +70,20 @@ def run_captured(
     total = torch.zeros((), dtype=torch.float64)
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers)
     asked = {guard.ref.name for guard in captured.record.guards}
-    for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
-        weight = 1.0 if how == "sum" else samples / sum(sizes)
-        own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+    weights = [1.0 if how == "sum" else samples / sum(sizes) for samples in sizes]
+    slices = [
+        Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+        for number, (samples, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
+    for number, (samples, parts, own) in enumerate(zip(sizes, cut, slices, strict=True)):
         try:
             found_results = stages.forward(number, parts, own)
             answers = [one for one in captured.derived if one.name in asked]
             results.append({**found_results, **{one.name: one.of(found_results, samples) for one in answers}})
-            stages.backward(number, own)
+            if number == len(sizes) - 1:
+                results[-1] = {**results[-1], **stages.head(sizes, key)}
+            for ready in stages.ready(number, of=len(sizes)):
+                stages.backward(ready, slices[ready])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -86,10 +95,10 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {advice(captured)}"
             ) from error
-        found_loss = results[-1][captured.record.loss or ""]
-        assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
-        loss = found_loss
-        total = total + loss.detach().cpu().double() * weight
+        if (found_loss := results[-1].get(captured.record.loss or "")) is not None:  # else the head makes it
+            assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
+            loss = found_loss
+            total = total + loss.detach().cpu().double() * (1.0 if stages.holds else weights[number])
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
@@ -132,6 +141,9 @@ class _Stages:
         for stage in self._stages:
             edges = [edge for edge in stage.program.sends if training or edge[0] == "F"]
             stage.begin(Counter((*edge, m) for edge in edges for m in range(microbatches)), training=training)
+        layout = Layout(((0,),) * len(self._stages))
+        own = dict(enumerate(self._stages))
+        self._heads = BatchHeads(split, own, layout=layout, transport=Hub().endpoint(0), device=state.device)
 
     def forward(self, microbatch: int, leaves: Sequence[torch.Tensor], own: Slice) -> Mapping[str, Content]:
         """Run all stages forward, and return the outputs of the step."""
@@ -142,6 +154,26 @@ class _Stages:
             results |= stage.results(microbatch)
             self._send(stage, "F", microbatch, own.samples)
         return results
+
+    @property
+    def holds(self) -> bool:
+        """Return whether backwards wait for a head."""
+        head = self._stages[-1].program.head
+        return head is not None and head.holds_backwards
+
+    def ready(self, microbatch: int, *, of: int) -> range:
+        """Return the micro-batches whose backwards may run when the forwards of one have."""
+        if not self.holds:
+            return range(microbatch, microbatch + 1)
+        return range(of if microbatch == of - 1 else 0)
+
+    def head(self, sizes: tuple[int, ...], key: RandomKey) -> Mapping[str, Content]:
+        """Run the head of the last stage, if it has one, and return its results."""
+        if self._stages[-1].program.head is None:
+            return {}
+        whole = Slice(sum(sizes), replace(key, microbatch=-1, first_sample=0), mean_weight=1.0, sum_weight=1.0)
+        pieces = drive(self._heads.run(sizes, whole), wait=lambda pending: None)  # no replica to wait for
+        return {name: piece.content for name, piece in pieces.items()}
 
     def backward(self, microbatch: int, own: Slice) -> None:
         """Run all stages backward."""
