@@ -35,6 +35,7 @@ from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.loss_calls import loss_calls
 from lightning_pipe.capture.recording.unit_state import tensors_in
+from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
@@ -97,6 +98,8 @@ class Capture:
     variants: Variants | None = None
     general: JointGraph | None = None
     of_batch: JointGraph | None = None
+    batch: ValuesOfBatch | None = None
+    traced: JointGraph | None = None
     derived: tuple[Derived, ...] = ()
     tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
@@ -187,7 +190,7 @@ class Capture:
 
     def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
         """Let a plain run of the step draw the random numbers that the graph draws, inside."""
-        return graph_draws(self.joint, key, request.device)
+        return graph_draws(self.traced or self.joint, key, request.device)
 
     def for_lengths(self, request: Request) -> Capture | None:
         """Return the step for other lengths of its batch, if this trace holds for them.
@@ -234,7 +237,7 @@ class Capture:
                 device=self.device,
                 exact_ties=exact_ties,
                 held=held,
-                later={one.name for one in self.derived} - {self.record.loss or ""},
+                later={one.name for one in self.derived if self.traced is None} - {self.record.loss or ""},
                 reads_twice=reads_twice,
             )
             return splitter.split(cuts, policies)
@@ -248,7 +251,7 @@ class Capture:
         if single := self._single[samples]:
             return single
         if self.variants is None:
-            return self.joint.fits(samples)
+            return "" if self.traced is not None else self.joint.fits(samples)
         try:
             self.variants.graph(samples)
         except CaptureError as error:
@@ -267,6 +270,8 @@ class Capture:
 
     def misfit_of_results(self, samples: int) -> str:
         """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
+        if self.traced is not None:
+            return self.traced.fits(samples)
         return "" if self.of_batch is None else self.of_batch.fits(samples)
 
     def with_totals(
@@ -276,6 +281,7 @@ class Capture:
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut: totals come behind the others.
 
@@ -285,6 +291,11 @@ class Capture:
             sizes: samples of the micro-batches.
             buffers: by name; on ranks that have leaves, those of the first stage.
         """
+        if self.batch is not None:
+            cut = (*cut, *(value.rows is not None and len(sizes) > 1 for value in self.batch.values))
+            if next(iter(leaves), None) is None:
+                return (*leaves, *[None] * len(self.batch.values)), cut
+            return (*leaves, *self.batch.of(leaves, buffers, samples=sum(sizes), key=key)), cut
         if self.joint.totals is None:
             return tuple(leaves), tuple(cut)
         if next(iter(leaves), None) is None:
@@ -379,6 +390,8 @@ def capture_step(request: Request) -> Capture:
     """
     with without_collection():
         of_all = replace(request, samples=request.total)
+        if request.samples is not None and request.total and (found := _sliced(of_all, request.samples)) is not None:
+            return found
         try:
             captured = _captured_at_any(request)
         except CaptureError:
@@ -391,6 +404,36 @@ def capture_step(request: Request) -> Capture:
         if request.total not in (0, request.samples):
             captured = _captured_at_any(of_all)
         return captured.left_whole(reason)
+
+
+def _sliced(request: Request, samples: int) -> Capture | None:
+    """Return the step cut along samples; None where a gradient needs all samples."""
+    if request.lengths:
+        with contextlib.suppress(CaptureError):
+            general = trace(request)
+            joint = at_lengths(general, request.structure.leaves)
+            if joint is not None:
+                found = _cut(joint, request, samples)
+                return None if found is None else replace(found, general=general)
+        request = replace(request, lengths=frozenset())
+    return _cut(trace(request), request, samples)
+
+
+def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
+    _refuse_overwritten_ties(joint, canonical_names(request.module))
+    if next(tensors_in(joint.record.returned, objects=True), None) is not None:
+        raise hazard("it returns an object that holds tensors", "")
+    if written := _trained_and_written(request.module, joint):
+        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
+    split_input_and_weight_gradients(joint)
+    joint = with_own_gradients(joint)
+    step = sliced(joint, samples=samples, total=request.total, batch_dim=request.batch_dim, device=request.device)
+    if isinstance(step, str):
+        return None
+    kinds, aliases = classify(step.joint), canonical_names(request.module)
+    graph = graph_of_nodes(step.joint, kinds, step.flow, aliases)
+    known = (step.joint, kinds, step.flow, aliases, request.device, request.batch_dim)
+    return Capture(graph, step.joint.record, *known, derived=step.derived, batch=step.batch, traced=step.whole)
 
 
 def _captured_at_any(request: Request) -> Capture:

@@ -58,7 +58,7 @@ def traced(name: str, symbolic: bool = False) -> tuple[JointGraph, dict[str, Any
     leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
     _, structure = flatten(structure.fill(leaves))
     joint = trace(Request(module, "training_step", structure, samples=SAMPLES, symbolic=symbolic))
-    joint = of_whole_batch(joint, SAMPLES)
+    joint = of_whole_batch(joint)
     state = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

@@ -166,7 +166,7 @@ def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
 
 
 def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:
-    return size.node.expr.xreplace({joint.symbol: sympy.Integer(joint.samples)})
+    return joint.at(size.node.expr, joint.samples)
 
 
 def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:
@@ -177,7 +177,7 @@ def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ..
 
     @functools.cache
     def size(samples: int) -> tuple[int, ...]:
-        varying = iter(int(e.xreplace({joint.symbol: sympy.Integer(samples)})) for e in expressions)
+        varying = iter(int(joint.at(e, samples)) for e in expressions)
         return tuple(next(varying) if entry is None else entry for entry in fixed)
 
     return size

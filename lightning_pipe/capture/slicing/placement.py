@@ -41,6 +41,11 @@ class Rows:
         blocks: torch.Tensor = value.unflatten(self.dim, (self.outer, total, self.per_sample))
         return blocks.narrow(self.dim + 1, start, samples).flatten(self.dim, self.dim + 2)
 
+    def placed(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Return rows that lie in blocks of `(samples, ..., outer, per_sample, ...)` in their dimension."""
+        moved: torch.Tensor = blocks.movedim(0, self.dim + 1)
+        return moved.flatten(self.dim, self.dim + 2)
+
     def join(self, parts: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
         """Put the rows of micro-batches with so many samples together."""
         blocks = [

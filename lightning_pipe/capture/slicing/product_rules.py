@@ -144,6 +144,8 @@ def batch_norms_backward(operation: BatchOperation, offered: Offered) -> SampleC
         [*((node, by_channel) for node in sources), *((node, "c") for node in vectors)], [by_channel, "c", "c"]
     ).cut(operation, offered)
     local = [node for node in vectors if offered[node] is LOCAL]
+    if channels is None and not local and operation.argument("train", True):
+        return None  # the statistics are those of all samples
     first = _first_dim(operation, sources[0])
     samples = Pattern([(node, first) for node in sources], [first, [], []], sums=True, local=local)
     return channels or samples.cut(operation, offered)

@@ -25,7 +25,7 @@ from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, Half, Split, StageProgram
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, Half, Split, StageProgram, Value
 from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy
 from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
@@ -119,7 +119,7 @@ class Splitter:
 
     def _place_outputs(self, needs: list[_Needs], stages: dict[str, int]) -> None:
         last = len(needs) - 1
-        outputs = [*([self._joint.loss] if self._joint.loss else []), *self._joint.results]
+        outputs = [*([self._joint.loss] if self._joint.loss in self._nodes else []), *self._joint.results]
         for name in dict.fromkeys(outputs):
             if name not in self._later:
                 needs[stages.get(name, last)].results.append(name)
@@ -319,6 +319,8 @@ class Splitter:
         crossing = {n for own in needs for names in own.sends.values() for n in names}
         outputs = {n for own in needs for n in own.results}
         values = {n: value(self._nodes[n], self._joint, self._flow) for n in crossing | outputs}
+        if (loss := self._joint.loss) is not None and loss not in values:
+            values[loss] = Value(loss, self._joint.loss_dtype, lambda samples: (), None, combine="sum")
         edges = tuple(
             self._edge(direction, source, target, names)
             for source, own in enumerate(needs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,13 +26,20 @@ from lightning_pipe.core.program import Pass, Traffic
 class RandomKey:
     """Key of the random numbers of one compute: every random node adds its own number to it.
 
-    Layout, schedule and recompute do not enter, so they do not change the numbers drawn.
+    Layout, schedule and recompute do not enter, so they do not change the numbers drawn. Beside it stands the number of
+    samples of the batch, which no random number depends on; 0 for the number that the graph was captured with.
     """
 
     seed: int
     step: int
     microbatch: int
     first_sample: int = 0
+    batch_samples: int = 0
+
+    @property
+    def of_batch(self) -> RandomKey:
+        """Return the key of what is drawn once for all samples of the batch."""
+        return replace(self, microbatch=-1, first_sample=0)
 
 
 NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it

@@ -60,12 +60,13 @@ def run_captured(
         Results of the micro-batches (of those that are made of others, what guards ask for), gradients by canonical
         name, and the loss of all samples.
     """
+    key = replace(key, batch_samples=sum(sizes))
     module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
     stages, buffers = _whole(captured, request, sizes=sizes, training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
     total = torch.zeros((), dtype=torch.float64)
-    cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers)
+    cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
     asked = {guard.ref.name for guard in captured.record.guards}
     for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
         weight = 1.0 if how == "sum" else samples / sum(sizes)
@@ -103,9 +104,10 @@ def run_forward(
 
     Arguments are those of `run_captured`.
     """
+    key = replace(key, batch_samples=sum(sizes))
     stages, buffers = _whole(captured, request, sizes=sizes, training=False)
     results: list[Mapping[str, Content]] = []
-    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers)):
+    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)):
         own = Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
         results.append(stages.forward(number, parts, own))
     stages.finish()
@@ -192,10 +194,11 @@ def _parts(
     *,
     sizes: tuple[int, ...],
     buffers: Mapping[str, torch.Tensor],
+    key: RandomKey,
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the leaves of every micro-batch as the stage reads them."""
     cut = (False,) * len(tensors) if len(sizes) == 1 else request.structure.cut(request.batch_dim)
-    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
+    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers, key=key)
     for first, samples in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         yield [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
 
