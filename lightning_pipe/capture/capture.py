@@ -46,7 +46,7 @@ from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
@@ -100,6 +100,7 @@ class Capture:
     of_batch: JointGraph | None = None
     batch: ValuesOfBatch | None = None
     traced: JointGraph | None = None
+    by_parts: tuple[str, ...] = ()
     derived: tuple[Derived, ...] = ()
     tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
@@ -151,7 +152,7 @@ class Capture:
     @property
     def mixes_samples(self) -> bool:
         """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
-        return self.variants is not None or may_mix(self.joint, self.flow)
+        return self.traced is None and (self.variants is not None or may_mix(self.joint, self.flow))
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
@@ -170,10 +171,14 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
+        if self.traced is not None:
+            return self.by_parts
         return self._places(mixed_results(self.joint, self.flow, self.derived, self.tried))
 
     def scattered_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
+        if self.traced is not None:
+            return ()
         return self._places(scattered_results(self.joint, self.flow, self.derived))
 
     def _places(self, names: Set[str]) -> tuple[str, ...]:
@@ -281,7 +286,7 @@ class Capture:
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
-        key: RandomKey,
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut: totals come behind the others.
 
@@ -312,16 +317,22 @@ class Capture:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
+        if self.traced is not None:
+            return ()
         return unproven_results(self.joint, self.flow, self.derived)
 
     @property
     def picked(self) -> tuple[str, ...]:
         """Return the names of results that may be of single samples."""
+        if self.traced is not None:
+            return ()
         return picked_results(self.joint, self.flow, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:
         """Return the names of state that depends on samples, or on their number in a graph that does not tell."""
+        if self.traced is not None:
+            return frozenset()
         return frozenset(self.joint.mutations) if self.joint.symbol is None else self.writes
 
     def result_role(self, name: str) -> Role:
@@ -336,6 +347,8 @@ class Capture:
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""
+        if self.traced is not None:
+            return self
         return replace(self, flow=self.flow.with_loss(self.joint, role))
 
     def without_slices(self) -> Capture:
@@ -433,7 +446,15 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
     kinds, aliases = classify(step.joint), canonical_names(request.module)
     graph = graph_of_nodes(step.joint, kinds, step.flow, aliases)
     known = (step.joint, kinds, step.flow, aliases, request.device, request.batch_dim)
-    return Capture(graph, step.joint.record, *known, derived=step.derived, batch=step.batch, traced=step.whole)
+    return Capture(
+        graph,
+        step.joint.record,
+        *known,
+        derived=step.derived,
+        batch=step.batch,
+        traced=step.whole,
+        by_parts=step.by_parts,
+    )
 
 
 def _captured_at_any(request: Request) -> Capture:

@@ -24,7 +24,7 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
@@ -312,6 +312,7 @@ class Route(Protocol):
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut."""
         ...

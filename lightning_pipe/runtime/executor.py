@@ -346,8 +346,9 @@ class Executor:
         parts = [self._exchange.local(stage, microbatch) for microbatch in microbatches]
         samples = sum(map(len, parts))
         job, place = job.of(microbatches[0])
-        key = RandomKey(job.seed, job.step, place, parts[0].start)
-        return Slice(samples, key, samples / (job.samples or self._exchange.batch_samples) * job.weight, job.weight)
+        total = job.samples or self._exchange.batch_samples
+        key = RandomKey(job.seed, job.step, place, parts[0].start, total)
+        return Slice(samples, key, samples / total * job.weight, job.weight)
 
     def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor], wait: Callable[[Wait], None]) -> None:
         """Wait for the sums that a run has left; `step` is called whenever some parameters have their gradients.

@@ -40,7 +40,7 @@ from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.module_tables import HookTables, canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.derived_results import Derived
@@ -314,6 +314,7 @@ class Replay:
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut: as they are."""
         return tuple(leaves), tuple(cut)

@@ -23,7 +23,7 @@ from lightning_pipe.capture.slicing.loss_rules import cut_terms
 from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
 from lightning_pipe.capture.slicing.rules import resized, rule_of
-from lightning_pipe.capture.torch_private import is_backward, operator_name
+from lightning_pipe.capture.torch_private import is_backward
 
 CONSTANTS = ("full", "zeros", "ones", "empty")
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "convolution", "convolution_backward"])

@@ -43,7 +43,9 @@ class Emitter:
         self._repeated = repeated
         self._device = device
         self.sizes = Sizes(joint)
-        self._random = {n.name: n.meta.get("draw", i) for i, n in enumerate(filter(is_random, joint.module.graph.nodes))}
+        self._random = {
+            n.name: n.meta.get("draw", i) for i, n in enumerate(filter(is_random, joint.module.graph.nodes))
+        }
 
     def inputs_of(self, names: Sequence[str]) -> set[str]:
         """Return the names that these nodes read, with repeated nodes replaced by what those read."""
@@ -129,7 +131,8 @@ class Emitter:
         run: Callable[..., Any] = module.forward
         if any(name in self._random for name in names):
             run = functools.partial(undisturbed_run, run, self._device)
-        code = Code(module, self.sizes.form)
+        of_batch = any(isinstance(node.target, SizeOfBatch) for node in graph.nodes)
+        code = Code(module, self.sizes.form, self._joint.batch_samples if of_batch else 0)
         if give is None:
             return Half(tuple(inputs), tuple(outputs), run, code=code)
         streamed = Streamed(gone, rest, run)

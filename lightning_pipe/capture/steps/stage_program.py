@@ -42,6 +42,7 @@ class RandomKey:
         return replace(self, microbatch=-1, first_sample=0)
 
 
+FIRST_KEY = RandomKey(0, 0, 0)
 NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it
 Combine = Literal["mean", "sum", "cat", "same", "max", "min", "last"]
 
@@ -120,10 +121,16 @@ class Code:
     Attributes:
         module: what runs; its inputs are `samples`, `key`, `give` where the half is streamed, and those of the half.
         form: the value of a node at a number of samples, with specs in the place of its tensors.
+        batch_samples: samples of the batch for which values have this form; 0 if they do not depend on these.
     """
 
     module: fx.GraphModule
     form: Callable[[fx.Node, int], Any]
+    batch_samples: int = 0
+
+    def holds_for(self, key: RandomKey | None) -> bool:
+        """Return whether values have this form in a batch."""
+        return key is None or key.batch_samples in (0, self.batch_samples) or not self.batch_samples
 
 
 @dataclass(frozen=True)
