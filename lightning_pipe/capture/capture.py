@@ -206,7 +206,14 @@ class Capture:
         Raises:
             CaptureError: if no graph can hold the step.
         """
-        return None if self.general is None else _captured_at_lengths(self.general, request)
+        if self.general is None:
+            return None
+        if self.traced is None or not request.total:
+            return _captured_at_lengths(self.general, request)
+        joint = at_lengths(self.general, request.structure.leaves)
+        samples = request.samples or request.total
+        found = None if joint is None or joint.fits(request.total) else _cut(joint, request, samples)
+        return None if found is None else replace(found, general=self.general)
 
     def split(
         self,
@@ -369,6 +376,9 @@ class Capture:
     def testimony(self, request: Request) -> str:
         """Return "" if the step's Python does now what it did when it was captured (`witness`), else what."""
         lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
+        if self.traced is not None:
+            request = replace(request, samples=request.total or request.samples, lengths=lengths)
+            return testimony(request, self.traced)
         return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
     def varying(self) -> tuple[Place, ...]:

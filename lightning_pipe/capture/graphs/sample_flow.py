@@ -142,6 +142,7 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         name=node.name,
         dtype=meta.dtype if isinstance(meta, torch.Tensor) else None,
         size=size_function(meta, joint),
+        size_in_batch=_size_in_batch(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
         combine=_combining(role),
@@ -180,6 +181,23 @@ def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ..
         return tuple(next(varying) if entry is None else entry for entry in fixed)
 
     return size
+
+
+def _size_in_batch(meta: Any, joint: JointGraph) -> Callable[[int, int], tuple[int, ...]] | None:
+    """Return the shape of a value as a function of its samples and of those of the batch; None if these do not matter."""
+    sizes: tuple[Any, ...] = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+    symbols = {symbol for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols}
+    if joint.batch_symbol is None or joint.batch_symbol not in symbols:
+        return None
+
+    @functools.cache
+    def size_in_batch(samples: int, batch_samples: int) -> tuple[int, ...]:
+        return tuple(
+            size if isinstance(size, int) else int(joint.at(size.node.expr, samples, batch_samples=batch_samples))
+            for size in sizes
+        )
+
+    return size_in_batch
 
 
 def _tensor_shape(node: fx.Node) -> tuple[Any, ...]:

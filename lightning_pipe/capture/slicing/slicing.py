@@ -186,16 +186,24 @@ class Slicing:
         return (is_fixed or isinstance(size, torch.SymInt)) and self.number(size) in self._multiples
 
     def _made_by_rows(self, operation: BatchOperation) -> SampleCut | None:
-        """Let every micro-batch make constants, or draw random numbers, for its own samples."""
-        is_made = operation.name in CONSTANTS or is_random(operation.node)
+        """Let every micro-batch make constants, draw random numbers, or repeat a value, for its own samples."""
+        is_made = operation.name in CONSTANTS or (is_random(operation.node) and not operation.inputs)
         name = next((name for name in ("size", "sizes") if operation.has(name)), "")
-        if not is_made or operation.inputs or not name:
+        if not (is_made or operation.name == "expand") or not name:
             return None
-        dims = [dim for dim, size in enumerate(operation.node.meta["val"].shape) if self._has_samples(size)]
+        if any(self.placements[node] is not WHOLE for node in operation.inputs):
+            return None
+        given = [operation.shape_of(node) for node in operation.inputs]
+        lead = len(operation.shape) - (len(given[0]) if given else 0)
+        dims = [
+            dim
+            for dim, size in enumerate(operation.node.meta["val"].shape)
+            if self._has_samples(size) and (dim < lead or not given or given[0][dim - lead] == 1)
+        ]
         if not dims:
             return None
         rows = Rows(dims[0], 1, operation.shape[dims[0]] // self.samples)
-        return SampleCut(rows, {}, resized(operation, name)(rows))
+        return SampleCut(rows, dict.fromkeys(operation.inputs, WHOLE), resized(operation, name)(rows))
 
     def _level(self, cut: SampleCut) -> int:
         """Return the barriers before an operator that is cut like this."""

@@ -66,6 +66,8 @@ class Value:
         size: shape as a function of the number of samples.
         batch_dim: dimension along which samples lie, outermost within it; None if the value has no samples.
         rows: rows of `batch_dim` that belong to one sample (a flattened `[batch * time]` dimension has `time`).
+        size_in_batch: shape as a function of the number of samples and of those of the batch, where it depends on
+            these, too; None where it does not.
         order: dimensions from the slowest to the fastest in memory, as the step leaves them; () is row-major.
             Kept on the way to another rank, because kernels round differently for other strides.
         combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
@@ -79,6 +81,13 @@ class Value:
     rows: int = 1
     combine: Combine = "same"
     order: tuple[int, ...] = ()
+    size_in_batch: Callable[[int, int], tuple[int, ...]] | None = None
+
+    def shape(self, samples: int, batch_samples: int = 0) -> tuple[int, ...]:
+        """Return the shape for so many samples of a batch of so many; 0 for as many as the step was captured with."""
+        if self.size_in_batch is None:
+            return self.size(samples)
+        return self.size_in_batch(samples, batch_samples)
 
 
 Give = Callable[..., None]  # give(canonical name of a parameter, *terms of its gradient)

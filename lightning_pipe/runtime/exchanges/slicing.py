@@ -100,11 +100,11 @@ def from_tensor(tensor: torch.Tensor, value: Value) -> Content:
     return int(tensor.item()) if value.dtype is None else tensor
 
 
-def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Tensor:
-    """Allocate the tensor that receives a value for `samples` samples, in the value's memory order."""
+def buffer_for(value: Value, samples: int, *, device: torch.device, of: int = 0) -> torch.Tensor:
+    """Allocate the tensor that receives a value for `samples` samples of `of`, in the value's memory order."""
     if value.dtype is None:
         return torch.empty((), dtype=torch.int64, device=device)
-    size = value.size(samples)
+    size = value.shape(samples, of)
     order = value.order or tuple(range(len(size)))
     return torch.empty_permuted(size, order, dtype=value.dtype, device=device)
 

@@ -121,12 +121,15 @@ class _Stages:
         split: the stages.
         state: parameters and buffers of all.
         loss: value name of the loss.
+        samples: of the batch.
         microbatches: how many there are.
         training: whether a backward follows.
     """
 
-    def __init__(self, split: Split, *, state: State, loss: str | None, microbatches: int, training: bool) -> None:
-        self._values, self._device = split.values, state.device
+    def __init__(
+        self, split: Split, *, state: State, loss: str | None, samples: int, microbatches: int, training: bool
+    ) -> None:
+        self._values, self._device, self._batch_samples = split.values, state.device, samples
         apart = changed_by_several(split.stages)
         self._stages = [
             Stage(program, split.values, state=state, loss=loss, apart=apart[program.stage]) for program in split.stages
@@ -166,7 +169,7 @@ class _Stages:
 
     def _travelled(self, name: str, content: Content, samples: int) -> Content:
         value = self._values[name]
-        buffer = buffer_for(value, samples, device=self._device)
+        buffer = buffer_for(value, samples, of=self._batch_samples, device=self._device)
         packed(buffer, value).copy_(packed(to_tensor(content, device=self._device), value))
         return from_tensor(buffer, value)
 
@@ -184,7 +187,10 @@ def _whole(
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
     state = State(parameters, buffers, request.device)
     loss = captured.record.loss
-    return _Stages(cut_up(captured), state=state, loss=loss, microbatches=len(sizes), training=training), buffers
+    stages = _Stages(
+        cut_up(captured), state=state, loss=loss, samples=sum(sizes), microbatches=len(sizes), training=training
+    )
+    return stages, buffers
 
 
 def _parts(
