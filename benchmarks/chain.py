@@ -89,6 +89,10 @@ class ChainPrices:
     def piece_bytes(self, bucket: Bucket) -> int:
         return bucket.bytes
 
+    def head_s(self, rank: int, samples: int) -> float:
+        """Return nothing: the chain has no head."""
+        return 0.0
+
     def step_s(self, rank: int) -> float:
         return 0.0
 

@@ -120,6 +120,33 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class HeadWork:
+    """What of a step runs once per batch, because it needs all samples.
+
+    Attributes:
+        line: user line of the first operation that needs them, e.g. `train.py:41 in training_step`; "" if unknown.
+        op: this operation, e.g. `aten.logsumexp.default`.
+        bytes_per_sample: bytes that are put together, of what has samples.
+        fixed_bytes: bytes of what every micro-batch has one value of.
+        flops: floating point operations for the captured samples.
+        touched_bytes: bytes read and written for the captured samples.
+        holds_backwards: whether gradients need it; else results only.
+    """
+
+    line: str
+    op: str
+    bytes_per_sample: float
+    fixed_bytes: int = 0
+    flops: int = 0
+    touched_bytes: int = 0
+    holds_backwards: bool = True
+
+    def size(self, samples: int) -> int:
+        """Return the bytes that are put together of a batch of this many samples."""
+        return round(self.bytes_per_sample * samples) + self.fixed_bytes
+
+
+@dataclass(frozen=True)
 class Graph:
     """Forward nodes in execution order.
 
@@ -140,6 +167,7 @@ class Graph:
         updates: (tensor, name) of the new content of every buffer (or parameter) that the step overwrites.
         buffer_bytes: bytes of every buffer that the step reads, by name.
         lasting: tensors that cannot be recomputed, whatever makes them.
+        head: what runs once per batch on the last stage; None if no micro-batch needs the others.
     """
 
     nodes: tuple[Node, ...]
@@ -156,6 +184,7 @@ class Graph:
     updates: tuple[tuple[int, str], ...] = ()
     buffer_bytes: dict[str, int] = field(default_factory=dict)
     lasting: frozenset[int] = frozenset()
+    head: HeadWork | None = None
 
     @cached_property
     def has_checkpoints(self) -> bool:

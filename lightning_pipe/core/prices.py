@@ -58,6 +58,13 @@ class Prices(Protocol):
         """Return the bytes of the largest piece in which a bucket is summed."""
         ...
 
+    def head_s(self, rank: int, samples: int) -> float:
+        """Return the seconds of the head of the last stage on a batch of this many samples.
+
+        Replicas give each other what it takes within them.
+        """
+        ...
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank."""
         ...

@@ -355,6 +355,21 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class HeadTraffic:
+    """What the head of the last stage takes of all micro-batches, which replicas of the stage give each other.
+
+    Attributes:
+        bytes_per_sample: of what has samples.
+        fixed_bytes: of what every micro-batch has one value of.
+        holds_backwards: whether backwards read what it makes; else it makes results only.
+    """
+
+    bytes_per_sample: float
+    fixed_bytes: int = 0
+    holds_backwards: bool = True
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What a cut makes cross, and what its stages can do.
 
@@ -364,6 +379,7 @@ class Traffic:
         loads: stages that read the batch.
         offloads: stages that offload.
         joinable: stages whose weight halves of several micro-batches can run as one (`Joined`).
+        head: of the last stage; None if it has none.
     """
 
     edges: tuple[Edge, ...]
@@ -371,12 +387,17 @@ class Traffic:
     loads: tuple[int, ...] = (0,)
     offloads: tuple[int, ...] = ()
     joinable: tuple[int, ...] = ()
+    head: HeadTraffic | None = None
 
     def bytes_of(self, message: Message) -> int:
         """Return the bytes that a message carries."""
         way = (message.direction, message.source, message.target)
         edges = [edge for edge in self.edges if (edge.direction, edge.source, edge.target) == way]
         return sum(round(edge.bytes_per_sample * len(message.samples)) + edge.fixed_bytes for edge in edges)
+
+    def head_bytes(self, samples: int) -> int:
+        """Return the bytes that the head takes of so many samples; 0 if there is none."""
+        return 0 if self.head is None else round(self.head.bytes_per_sample * samples) + self.head.fixed_bytes
 
 
 @dataclass(frozen=True)

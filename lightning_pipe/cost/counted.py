@@ -38,6 +38,20 @@ def counted(graph: Graph, rates: Rates = NOMINAL, *, device: str = "nominal") ->
     return Profile(graph.fingerprint, device, sizes, seconds, source="counted")
 
 
+def head_s(graph: Graph, profile: Profile, samples: int) -> float:
+    """Return the seconds of the head of a step, which no profile measures; 0 if it has none.
+
+    Its operations are counted on the nominal device; that is as far from the truth as it is for all others together.
+    """
+    if graph.head is None:
+        return 0.0
+    touched_s = graph.head.touched_bytes / NOMINAL.memory_bytes_per_s
+    nominal_s = NOMINAL.operation_s + graph.head.flops / NOMINAL.flops_of("") + touched_s
+    counted_s = sum(row[-1] for row in counted(graph).seconds)
+    whole_s = sum(profile.operation_s(o, graph.samples) for o in range(len(graph.operations)))
+    return nominal_s * (whole_s / counted_s if counted_s else 1.0) * samples / graph.samples
+
+
 def counted_on(graph: Graph, cluster: Cluster) -> tuple[Profile, Cluster]:
     """Return the profile of a graph on the first device whose rates are known, and the cluster with speeds to match.
 

@@ -6,6 +6,7 @@
     compute     (sum of the profiled seconds of its operations + seconds of a call) / the device's speed
     transfer    `cost.comm`: the flows of one exchange share network cards
     reduction   `cost.comm`: over all ranks that hold a stage of the bucket
+    head        `cost.counted`, of what no profile measures; of replicas, after an all-gather (`cost.comm`)
     step        `cost.optimizer`; where holders share optimizer state, of what a rank steps, then `cost.comm`; before it
                 copies of weights (`cost.versions`)
     own work    `cost.own_work`; copies by the link between a device and its host, beside all else
@@ -34,6 +35,7 @@ from lightning_pipe.core.program import AnyCompute, Bucket, ComputeKind, Layout,
 from lightning_pipe.core.sharding import gather_bytes
 from lightning_pipe.cost.activations import KEEP, StagePolicy, with_policy
 from lightning_pipe.cost.comm import all_reduce_s, card_rates, exchange_pairs, flow_s, flows
+from lightning_pipe.cost.counted import head_s
 from lightning_pipe.cost.held_parameters import HeldParameters
 from lightning_pipe.cost.memory import Amount, Live, MemoryModel, StageMemory, StateBytes
 from lightning_pipe.cost.optimizer import optimizer_state_bytes, optimizer_workspace_bytes, step_s
@@ -83,6 +85,13 @@ class Pricer:
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         self._with_less: dict[_Stage, StageWork] = {}
         self._memories: dict[_Stage, StageMemory] = {}
+        self._head_s: dict[int, float] = {}
+
+    def head_s(self, samples: int) -> float:
+        """Return the seconds of the head of the step on a batch of this many samples."""
+        if samples not in self._head_s:
+            self._head_s[samples] = head_s(self.graph, self.profile, samples)
+        return self._head_s[samples]
 
     def works(self, cuts: Sequence[int], policies: Sequence[StagePolicy] = ()) -> tuple[StageWork, ...]:
         """Return what every stage runs and holds.
@@ -278,6 +287,12 @@ class PlanPrices:
     def _made_after(self, stage: int, names: Collection[str]) -> dict[str, float]:
         maker, seconds = self._pricer.cutter.tables.maker, self._pricer.seconds[:, -1]
         return made_after(self.works[stage], names, seconds=seconds, maker=maker)
+
+    def head_s(self, rank: int, samples: int) -> float:
+        """Return the seconds of the head of the last stage, and of the all-gather of what it takes."""
+        replicas = self.layout.stages[-1]
+        gathering_s = all_reduce_s(self._cluster, replicas, count=self.traffic.head_bytes(samples)) / 2
+        return self._pricer.head_s(samples) / self._cluster.device(rank).speed + gathering_s
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""

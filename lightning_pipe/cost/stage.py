@@ -25,7 +25,7 @@ import numpy as np
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import Profile
-from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
+from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.cost.tables import GraphArrays, Mask, Numbers, Pairs, different, listed, pairs
 
 _FORWARD, _INPUT, _WEIGHT = 0, 1, 2  # halves
@@ -221,7 +221,13 @@ class _Cut:
             )
             for (source, direction, target), tensors in sorted(crossing.items())
         )
-        return Traffic(edges, self._buckets(), joinable=self._joinable())
+        return Traffic(edges, self._buckets(), joinable=self._joinable(), head=self._head())
+
+    def _head(self) -> HeadTraffic | None:
+        head = self._tables.graph.head
+        if head is None:
+            return None
+        return HeadTraffic(head.bytes_per_sample, head.fixed_bytes, head.holds_backwards)
 
     def _joinable(self) -> tuple[int, ...]:
         """Return the stages whose weight halves of several micro-batches can run as one (`batched_weight_grad`)."""

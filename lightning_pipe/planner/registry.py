@@ -13,6 +13,7 @@ from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.foreign_names import expected_names
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.heads import check_constraints, with_forwards_first
 from lightning_pipe.planner.memory.least_memory import LeastMemory
 from lightning_pipe.planner.memory.settle import check_fits, settle
 from lightning_pipe.planner.portfolio.auto import Planner, auto
@@ -55,7 +56,8 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
         planner: one of `PLANNER_NAMES`.
 
     Raises:
-        ConfigError: if there is no such planner, or it does not keep to a layout and one is given.
+        ConfigError: if there is no such planner, or it does not keep to a layout and one is given, or the schedule
+            mixes forwards and backwards although the step has a head.
         PlanError: if no plan fits: into memory, or the graph.
     """
     if planner not in PLANNER_NAMES:
@@ -72,6 +74,7 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
             f"layout={'-'.join(map(str, wished))!r} asks for {sum(wished)} ranks, the trainer has "
             f"{problem.cluster.ranks}. Change `layout` or `devices` (times `num_nodes`)."
         )
+    check_constraints(problem)
     with without_collection():  # plans have no cycles, and are many objects
         found = _proposed(problem, planner)
     check_fits(problem, found)
@@ -89,6 +92,7 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
     if asks_for_drafts(problem):
         schedule = problem.constraints.schedule if problem.constraints.schedule in OUTLINED else None
         asked = replace(problem, constraints=replace(problem.constraints, schedule=schedule, stages_per_device=None))
+    is_for_drafts, asked = asked is not problem, with_forwards_first(asked)
     least = LeastMemory(asked) if planner == "auto" else None
     if least is not None and not least.may_fit():
         return settle(asked, least.nearest(), judge=judge)
@@ -96,7 +100,7 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
         found = settle(asked, least.nearest(), judge=judge)
     else:
         found = _outlined(asked, planner)
-    if asked is not problem:
+    if is_for_drafts:
         return judged_drafts(problem, found, judge=judge)
     constraints = problem.constraints
     if planner == "auto" and problem.training and constraints.schedule is None and constraints.warmup is None:

@@ -79,6 +79,17 @@ def plan_grid(
     return table
 
 
+def head_sentence(graph: Graph, samples: int) -> str:
+    """Return which line of a step needs all samples of a batch, and what is put together for it; "" if none does."""
+    head = graph.head
+    if head is None:
+        return ""
+    where = " at ".join(filter(None, (head.op, head.line)))
+    what = "Gradients" if head.holds_backwards else "Results"
+    size = format_bytes(head.size(samples))
+    return f"{what} need all samples of a batch at once ({where}): the last stage puts {size} together."
+
+
 def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
     """Return the stages that hold no parameters and have next to nothing to compute.
 
@@ -101,7 +112,7 @@ def _headline(plan: Plan, graph: Graph) -> str:
     if len(plan.stages) == 1:
         ranks = len(plan.stages[0].ranks)
         return f"data parallel on {ranks} ranks: {batch}" if ranks > 1 else f"one device: {batch}"
-    return f"{plan.schedule}{options}: {batch}"
+    return "\n".join(filter(None, (f"{plan.schedule}{options}: {batch}", head_sentence(graph, graph.samples))))
 
 
 def _shortened(numbers: str) -> str:

@@ -21,7 +21,7 @@ from typing_extensions import assert_never
 
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.milestones import Milestone, Rollback
+from lightning_pipe.core.milestones import Head, Milestone, Rollback
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -38,6 +38,7 @@ from lightning_pipe.runtime.abort_program import left_over
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.runtime.activations.offloads import Offloads
 from lightning_pipe.runtime.activations.protocol import HostStore
+from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
 from lightning_pipe.runtime.exchanges.exchange import Exchange
 from lightning_pipe.runtime.exchanges.gradients import Gradients
 from lightning_pipe.runtime.exchanges.slicing import Content
@@ -112,6 +113,7 @@ class Executor:
         self._notes_slices = False  # whether it is noted where slices of the batch lie
         self._exchange = Exchange(split, self.stages, transport=transport, device=state.device)
         self._gradients = Gradients(split, layout, transport=transport, state=state)
+        self._heads = BatchHeads(split, self.stages, layout=layout, transport=transport, device=state.device)
         for stage in self.stages.values():
             stage.made = self._gradients.made
         self._offloads = Offloads(self.stages, host or host_of(state.device))
@@ -241,6 +243,10 @@ class Executor:
                     self._gradients.start(instruction)
                 case Step():
                     yield from self._finish_batch(course)
+                case Head():
+                    yield from self._run_head(instruction, course)
+                    recorder.add(instruction, started)
+                    recorder.note_memory()
                 case Milestone():
                     goes_on = yield from milestone_handler(course.milestones, instruction)(course.results)
                     recorder.add(instruction, started)
@@ -298,7 +304,7 @@ class Executor:
             for work in line:
                 if isinstance(work, OwnWork):
                     handler_of(work)  # which it must have, before anything runs
-            self._milestones = [x for x in line if isinstance(x, Milestone)]
+            self._milestones = [x for x in line if isinstance(x, Milestone) and not isinstance(x, Head)]
             if any(x.effects.leaves for x in self._milestones):
                 self._milestones.append(Rollback())
             self._checked = program
@@ -328,6 +334,18 @@ class Executor:
             samples = self._exchange.local(compute.stage, compute.microbatch)
             for name, content in stage.results(compute.microbatch).items():
                 self._flight.put(results, name, ResultSlice(compute.microbatch, samples, content))
+
+    def _run_head(self, head: Head, course: _Course) -> Walk[None]:
+        """Run the head of the last stage; what it says of the batch are results of this rank."""
+        job = course.job
+        samples = self._exchange.batch_samples
+        whole = Slice(samples, RandomKey(job.seed, job.step, -1, 0, samples), job.weight, job.weight)
+        try:
+            results = yield from self._heads.run(self._exchange.sizes, whole)
+        except Exception as error:
+            raise _named(error, self.rank, head) from error
+        for name, piece in results.items():
+            self._flight.put(course.results, name, piece)
 
     def _join(self, joined: AnyCompute, job: BatchInput) -> None:
         try:

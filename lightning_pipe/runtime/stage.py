@@ -2,7 +2,8 @@
 
 Live values are kept by name per micro-batch. A value is dropped at its last use:
 
-    after F    what I and W read, what is still to be sent, and the results stay
+    after F    what HEAD, I and W read, what is still to be sent, and the results stay
+    after HEAD what I and W read, of what it made too, and what is still to be sent stays
     after I    what W reads and what is still to be sent stay
     after W    what is still to be sent stays
 
@@ -12,6 +13,7 @@ Live values are kept by name per micro-batch. A value is dropped at its last use
     stage.load(m, leaves) / stage.receive(m, contents)      inputs of F or of the backward, for the stage's samples
     stage.compute(kind, m, slice)                           F, I, W, or B = I then W; results and gradients follow
     stage.join(ms, slice)                                   W of several micro-batches as one, on all their samples
+    stage.give_to_head(), stage.run_head(contents, slice)   what it reads of all micro-batches, and what it makes
     stage.evict(m, host, slices), stage.vacate(m)          what is offloaded goes to the host, its memory is given up
     stage.fetch(m)                                          it comes back
     stage.awaited_parcel(m)                                 what has to be back before I or B
@@ -141,11 +143,14 @@ class Stage:
         self._to_send: dict[tuple[tuple[Pass, int], ...], frozenset[str]] = {}  # by the edges of messages to be posted
         self._training = True
         self._due = {half: gradients_due(program, half) for half in ("I", "W")}
+        self._head = None if program.head is None else program.head.half
         self._tangent_names = {
             id(half): [name for name in program.tangents if name in half.inputs]
-            for half in (program.input_grad, program.weight_grad)
+            for half in (program.input_grad, program.weight_grad, self._head)
             if half is not None
         }
+        of_head = () if self._head is None else self._head.outputs
+        self._results_of_forward = tuple(name for name in program.results if name not in of_head)
         self._waiting_for_weights = frozenset(name for due in self._due["W"].values() for name in due)
         self._state_names = {*program.buffers.values(), *program.mutations}
         self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
@@ -268,8 +273,7 @@ class Stage:
             held = {value: self._together(value, half.along, microbatches) for value in given}
             self._differentiate("W", half, held, slice_)
         for microbatch in microbatches:
-            self._pending[microbatch] = ()
-            self._drop(microbatch)
+            self._end_backward(microbatch)
 
     def _together(self, value: str, along: Mapping[str, int], microbatches: Sequence[int]) -> Content:
         """Return the content of an input of W for all samples of several micro-batches, and drop its pieces."""
@@ -281,6 +285,39 @@ class Stage:
                 del self._held[microbatch][value]
         tensors = [piece for piece in pieces if isinstance(piece, torch.Tensor)]
         return torch.cat(tensors, dim=along[value])
+
+    def give_to_head(self) -> tuple[dict[str, Content], dict[str, dict[int, Content]]]:
+        """Return what the head reads of the stage's state, and of micro-batches, by name; the stage lets go of it."""
+        assert self._head is not None, "a verified program has HEAD where the stage has a head"
+        state, parts = dict[str, Content](), dict[str, dict[int, Content]]()
+        first = next(iter(self._held.values()), {})
+        for name in self._head.inputs:
+            if name in self._parameters or name in self.program.buffers:
+                state[name] = self._input(name, first)
+            elif name not in self.program.tangents:
+                parts[name] = {m: held[name] for m, held in self._held.items() if name in held}
+        for microbatch, pending in [*self._pending.items()]:
+            self._pending[microbatch] = tuple(half for half in pending if half is not self._head)
+            self._drop(microbatch)
+        return state, parts
+
+    def run_head(self, contents: dict[str, Content], slice_: Slice) -> dict[str, Content]:
+        """Return what the head makes of its inputs for the whole batch, which the mapping loses."""
+        assert self._head is not None, "a verified program has HEAD where the stage has a head"
+        with torch.no_grad(), self._named_in_profiles("HEAD", ()):
+            contents |= self._tangents(self._head, slice_)
+            inputs = [contents.pop(name) for name in self._head.inputs]
+            outputs = self._head.run(slice_.samples, slice_.key, *inputs)
+        return dict(zip(self._head.outputs, outputs, strict=True))
+
+    def wanted_from_head(self, microbatch: int) -> frozenset[str]:
+        """Return the names of what the head makes that is held for a micro-batch: halves read it, or it is sent."""
+        assert self._head is not None, "a verified program has HEAD where the stage has a head"
+        return (self._awaited(microbatch) | self._to_be_sent(microbatch)) & frozenset(self._head.outputs)
+
+    def results_of_head(self, made: Mapping[str, Content]) -> dict[str, Content]:
+        """Return the step's outputs of the whole batch that the head has made."""
+        return self._handed([name for name in self.program.results if name in made], made)
 
     def evict(self, microbatch: int, host: HostStore, slices: Slices) -> Parcel:
         """Start to copy what the stage offloads of a micro-batch to the host; its memory stays until `vacate`.
@@ -301,6 +338,7 @@ class Stage:
     def _leaving(self, microbatch: int) -> dict[str, torch.Tensor]:
         """Return what `evict` takes away of a micro-batch."""
         wanted, device = self._awaited(microbatch) & self.program.offloaded, self._state.device
+        wanted -= frozenset(() if self._head is None else self._head.inputs)  # all of which it needs at once
         held = self._held[microbatch].items()
         return {name: content for name, content in held if name in wanted and _can_leave(content, device)}
 
@@ -360,7 +398,7 @@ class Stage:
 
     def _forward(self, microbatch: int, slice_: Slice) -> None:
         program = self.program
-        halves = (program.input_grad, program.weight_grad) if self._training else ()
+        halves = (program.input_grad, program.weight_grad, self._head) if self._training else (self._head,)
         self._pending[microbatch] = tuple(half for half in halves if half is not None)
         held = self._held[microbatch]
         number = self._number(microbatch, slice_)
@@ -373,13 +411,15 @@ class Stage:
         self._update_buffers(microbatch, number, slice_.samples)
         for name in self._for_forward.pop(microbatch, ()):
             held.pop(name, None)
-        own = self._storages() if program.results else frozenset()
-        results = {name: _apart(self._input(name, held), own) for name in program.results}
-        self._results[microbatch] = results
-        self._handed_out.update(
-            storage_of(content) for content in results.values() if isinstance(content, torch.Tensor)
-        )
+        self._results[microbatch] = self._handed(self._results_of_forward, held)
         self._drop(microbatch)
+
+    def _handed(self, names: Sequence[str], held: Mapping[str, Content]) -> dict[str, Content]:
+        """Return results that are handed out, whose memory stays to the end of the batch."""
+        own = self._storages() if names else frozenset()
+        results = {name: _apart(self._input(name, held), own) for name in names}
+        self._handed_out |= storages_of(content for content in results.values() if isinstance(content, torch.Tensor))
+        return results
 
     def _input_half(self, microbatch: int, slice_: Slice) -> None:
         if (away := self._away.pop(microbatch, None)) is not None:
@@ -392,7 +432,11 @@ class Stage:
         half = self.program.weight_grad
         if half is not None:
             self._half("W", half, microbatch, slice_)
-        self._pending[microbatch] = ()
+        self._end_backward(microbatch)
+
+    def _end_backward(self, microbatch: int) -> None:
+        """Keep only what the head still reads, and what is to be sent."""
+        self._pending[microbatch] = tuple(half for half in self._pending.get(microbatch, ()) if half is self._head)
         self._drop(microbatch)
 
     def _half(self, kind: ComputeKind, half: Half, microbatch: int, slice_: Slice) -> None:
@@ -532,9 +576,7 @@ class Stage:
             names |= self._waiting_for_weights
         return names
 
-    def _named_in_profiles(
-        self, kind: ComputeKind, microbatches: Sequence[int]
-    ) -> contextlib.AbstractContextManager[object]:
+    def _named_in_profiles(self, kind: str, microbatches: Sequence[int]) -> contextlib.AbstractContextManager[object]:
         """Give what runs a name in the profile of torch, if one is being made: that takes longer than an operator."""
         if not is_profiling():
             return _UNNAMED

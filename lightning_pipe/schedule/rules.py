@@ -29,11 +29,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork
+from lightning_pipe.core.milestones import Milestone, milestone_effects, ranks_at
 from lightning_pipe.core.program import (
     AnyCompute,
     Bucket,
     Compute,
     ComputeKind,
+    CopyingOrder,
     Layout,
     Load,
     Message,
@@ -206,6 +208,29 @@ def halves(compute: AnyCompute) -> Iterator[Compute]:
     """Yield the computes that one counts as: B is I, then W; a joined one that of each micro-batch."""
     kinds = HALVES if compute.kind == "B" else (compute.kind,)
     yield from (Compute(compute.stage, kind, microbatch) for microbatch in compute.microbatches for kind in kinds)
+
+
+def is_forwards_first(order: CopyingOrder) -> bool:
+    """Return whether every rank runs all of its forwards before its first backward.
+
+    So the last stage does, and no rank waits for gradients that wait for a forward of its own.
+    """
+    lines = ([x.kind for x in line if isinstance(x, Compute)] for line in order)
+    return all("F" not in kinds[kinds.count("F") :] for kinds in lines)
+
+
+def stands_last(milestone: Milestone, program: Program) -> bool:
+    """Return whether a milestone stands behind all sums of its ranks, and not before them.
+
+    So does one at which ranks await each other, which holds nothing up, and where one of them has other stages too:
+    their backwards may be what another one needs for its forwards. All come to it behind the same sums in either case,
+    since a device carries sums, and what they give each other, in one order.
+    """
+    effects, ranks = milestone_effects(milestone), ranks_at(milestone, program)
+    if effects.stages is None or effects.holds(program) or len(ranks) < 2:
+        return False
+    held = [stage for stage, replicas in enumerate(program.layout.stages) if ranks.intersection(replicas)]
+    return len(held) > len(effects.stages(program))
 
 
 def version_work(program: Program, compute: Compute) -> tuple[OwnWork, ...]:

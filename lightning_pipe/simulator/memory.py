@@ -7,9 +7,11 @@
     buffers     results of the step, from the start of F to the end; a receive, from the moment that the rank's list
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; the largest piece
-                in which gradients are summed, while pieces are put together: gradients are in them from then on
-    workspace   of each compute, and of the optimizer's step, while it runs; that of a joined W is what it needs beside
-                what is kept of all its micro-batches, which counts until they are freed
+                in which gradients are summed, while pieces are put together: gradients are in them from then on; what
+                the head takes of a micro-batch, from F to the head, and as much that it makes to the end of I (or B)
+    workspace   of each compute, of the head (what it puts together), and of the optimizer's step, while it runs; that
+                of a joined W is what it needs beside what is kept of all its micro-batches, which counts until they are
+                freed
 
 Gradients of parameters are in the state from the beginning. What the first backward of a stage makes becomes these
 gradients; what later ones make is memory beside them, until it is added. So the curve holds for a batch that begins
@@ -35,7 +37,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.milestones import Milestone
+from lightning_pipe.core.milestones import Head, Milestone
 from lightning_pipe.core.prices import Prices
 from lightning_pipe.core.program import (
     AnyCompute,
@@ -249,6 +251,12 @@ class _Rank:
                     if effects_of(instruction).resource == "compute":
                         now = max(now, self._others[instruction].end)
                     yield from self._own_work(instruction, now)
+                case Head():
+                    head = self._others[instruction]
+                    together = self._program.traffic.head_bytes(sum(self._program.sizes))
+                    yield _Use("workspace", head.start, max(head.end, math.nextafter(head.start, math.inf)), together)
+                    yield from self._of_head(head)
+                    now = head.end
                 case Milestone():
                     pass  # what taking a step back needs belongs to the state of the optimizer
                 case _:
@@ -299,6 +307,17 @@ class _Rank:
         yield _Use("held", change, end, kept - min(saved, kept))
         yield _Use("buffers", begin, self._last, amounts.results)
         yield _Use("in_flight", begin, end, 1)
+
+    def _of_head(self, head: Event) -> Iterator[_Use]:
+        """Yield what the head takes of micro-batches, and what it makes for them."""
+        traffic, stage = self._program.traffic, len(self._program.layout.stages) - 1
+        for microbatch in range(len(self._program.sizes)):
+            forward, backward = (self._find(stage, kinds, microbatch) for kinds in (("F",), _BACKWARD))
+            if forward is None:
+                continue
+            is_read = backward is not None and traffic.head is not None and traffic.head.holds_backwards
+            end = backward.end if is_read and backward is not None else head.end
+            yield _Use("buffers", forward.start, end, traffic.head_bytes(len(self._samples(stage, microbatch))))
 
     def _entering(self, first: float) -> Iterator[_Use]:
         """Yield what earlier rounds left: forwards in flight, and messages that nobody has taken yet."""

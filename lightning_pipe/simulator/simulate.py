@@ -18,7 +18,8 @@ Assumptions:
     own work   takes no time, keeps its rank busy, or moves a copy: one at a time in each of the two directions, in the
                order of its list and beside everything else. It starts when it is posted, and after the end of the own
                work that it follows; computes that come after it by its effects wait for its end (`core.effects`)
-    milestone  takes no time, but that some wait for the end of the step before on all ranks (`core.milestones`)
+    milestone  takes no time, but that some wait for the end of the step before on all ranks, and that ranks wait for
+               each other at one that some stages need, and are busy with it (`core.milestones`): the head
     Send       keeps its rank busy while it posts (`Prices.post_s`)
     Step       waits for the computes and reductions of all ranks, since the results of a batch (loss, logged values)
                are exchanged before any optimizer steps; for those of its own rank where ranks run ahead
@@ -42,7 +43,7 @@ from typing import NamedTuple, TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, Resource, effects_of
-from lightning_pipe.core.milestones import Milestone, milestone_effects
+from lightning_pipe.core.milestones import Milestone, milestone_effects, ranks_at
 from lightning_pipe.core.prices import Cards, Prices
 from lightning_pipe.core.program import (
     AnyCompute,
@@ -126,6 +127,7 @@ class _Run:
         self._ended: dict[tuple[Work, str], float] = {}  # with the code of own work: its end
         self._gates: dict[tuple[Work, str], float] = {}  # with the kind of a compute: the end of what it waits for
         self._posted: dict[int, dict[int, _Posted]] = defaultdict(dict)  # bucket -> rank
+        self._met: dict[Milestone, dict[int, float]] = defaultdict(dict)  # rank -> when it has come there
         self._along: dict[int, Reduce] = {}  # rank -> what goes along with its next compute
         self._replica = {(s, r): i for s, ranks in enumerate(program.layout.stages) for i, r in enumerate(ranks)}
         self._cards = cards
@@ -172,7 +174,7 @@ class _Run:
             case OwnWork():
                 self._own_work(instruction, rank)
             case Milestone():
-                self._milestone(instruction, rank)
+                return self._milestone(instruction, rank)
             case _:
                 assert_never(instruction)
         return True
@@ -238,11 +240,23 @@ class _Run:
         for kind in effects.before:
             self._gates[work, kind] = max(end, self._gates.get((work, kind), end))
 
-    def _milestone(self, milestone: Milestone, rank: int) -> None:
+    def _milestone(self, milestone: Milestone, rank: int) -> bool:
         start = self._clock[rank]
-        if milestone_effects(milestone).awaits_steps:
+        effects = milestone_effects(milestone)
+        if effects.awaits_steps:
             self._clock[rank] = max(start, self._stepped)
+        if effects.stages is not None:
+            met, ranks = self._met[milestone], ranks_at(milestone, self._program)
+            others = met.keys() - {rank} if rank not in met else ()
+            met[rank] = start
+            if len(met) < len(ranks):
+                return False
+            for other in others:
+                heapq.heappush(self._runnable, (self._clock[other], other))
+            start = max(met.values())
+            self._clock[rank] = start + self._prices.head_s(rank, sum(self._program.sizes))
         self.events[rank].append(Event(rank, milestone, start, self._clock[rank]))
+        return True
 
     def _samples(self, stage: int, rank: int, microbatch: int) -> int:
         size = self._program.sizes[microbatch]

@@ -22,6 +22,7 @@ class UnitPrices:
         pieces: in how many equal pieces it goes along with a W that makes them evenly.
         busy: the share of that in which it keeps its ranks from computing.
         step: seconds of the optimizer step.
+        head: seconds of the head of the last stage.
         saved: bytes that a stage keeps for one micro-batch.
         offloaded: how many of these are copied to the host.
         swap: seconds of a copy to the host, or back.
@@ -35,6 +36,7 @@ class UnitPrices:
     pieces: int = 1
     busy: float = 0.0
     step: float = 0.0
+    head: float = 0.0
     saved: int = 1
     offloaded: int = 0
     swap: float = 0.0
@@ -74,6 +76,10 @@ class UnitPrices:
     def piece_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of a piece, or of one more that it is cut into by whole bytes."""
         return -(-bucket.bytes // self.pieces)
+
+    def head_s(self, rank: int, samples: int) -> float:
+        """Return the seconds of the head."""
+        return self.head
 
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step."""

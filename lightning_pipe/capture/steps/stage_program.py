@@ -6,6 +6,8 @@ A stage program holds up to three pure functions over named values (names are th
     I(saved values, received gradients, tangents)              -> gradients to send, values kept for W
     W(saved and kept values)                                   -> parameter gradients
 
+The last stage may have a head besides, which runs once per batch: HEAD(values of all micro-batches) -> values for I, W
+
 They run under `no_grad`; which values to save is simply the inputs of I and W that F has or produced.
 """
 
@@ -165,6 +167,24 @@ class Half:
 
 
 @dataclass(frozen=True)
+class BatchHead:
+    """What the last stage computes once per batch, when all of its forwards have run.
+
+    `Split.values` says how the content of an input for the batch is made of those of micro-batches, and the parts of an
+    output for micro-batches: rows are put together and cut, terms are added, what does not depend on samples is given
+    whole. Parameters and buffers are read as they are, tangents are those of the whole batch. It makes no gradient of
+    a parameter: W of a micro-batch does, from what the head has made, by its share.
+
+    Attributes:
+        half: reads what F of the stage made, received or loaded, and what it makes I and W read, or is a result.
+        holds_backwards: whether I or W read what it makes; else it makes results only, and they do not wait.
+    """
+
+    half: Half
+    holds_backwards: bool = True
+
+
+@dataclass(frozen=True)
 class StageProgram:
     """Everything the runtime needs to run one stage.
 
@@ -184,8 +204,11 @@ class StageProgram:
             micro-batches make of what was there before.
         written: names of the parameters that F writes to in place.
         gradients: value name -> canonical parameter name; several values may belong to one parameter: they are added.
-        results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F produces.
-        offloaded: names of values whose memory is on the host between F and the backward.
+        results: value names of the step's outputs (loss, logged values, metric arguments, guards) that F or the head
+            produces; those of the head are the batch's.
+        offloaded: names of values whose memory is on the host between F and the backward; those that the head reads
+            stay.
+        head: what the last stage computes once per batch.
     """
 
     stage: int
@@ -205,6 +228,7 @@ class StageProgram:
     averaged: frozenset[str] = frozenset()
     written: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
+    head: BatchHead | None = None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lightning_pipe.cost.stage import StageWork
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.copies import tighter
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.heads import with_forwards_first
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.problem import Constraints, Problem
 from lightning_pipe.planner.registry import propose
@@ -246,13 +247,17 @@ def _giving_up(plan: Plan, problem: Problem, works: Sequence[StageWork], shares:
 
 
 def _cut_by_time(problem: Problem) -> Plan:
-    """Return 1F1B with the cuts that balance time best, whatever memory there is, and its least warm-up."""
+    """Return 1F1B with the cuts that balance time best, whatever memory there is, and its least warm-up.
+
+    GPipe where backwards wait for all forwards.
+    """
     hosts = (
         replace(host, devices=tuple(replace(device, memory_bytes=_UNLIMITED) for device in host.devices))
         for host in problem.cluster.hosts
     )
     outline = uniform(replace(problem, cluster=replace(problem.cluster, hosts=tuple(hosts))))[0]
-    return replace(outline.plan(problem), options={"warmup": "pa"})
+    plan = outline.plan(with_forwards_first(problem))
+    return replace(plan, options={"warmup": "pa"}) if plan.options else plan
 
 
 def _trial(problem: Problem, judged: Judged) -> Trial:

@@ -24,6 +24,7 @@ from lightning_pipe.cost.prices import PlanPrices, Pricer
 from lightning_pipe.errors import PlanError
 from lightning_pipe.planner.evaluation.chain_times import times_of
 from lightning_pipe.planner.evaluation.copies import is_open, with_copies
+from lightning_pipe.planner.evaluation.heads import check_constraints, check_order
 from lightning_pipe.planner.evaluation.resolve import resolve, resolve_policies
 from lightning_pipe.planner.evaluation.rounds import middle_round, refuse_rounds, stage_versions
 from lightning_pipe.planner.evaluation.symmetry import SymmetryReduction, fold, instructions, whole
@@ -149,6 +150,7 @@ class Judge:
             prices = self._priced(plan, cuts)
         sizes = sizes or microbatch_sizes(self._problem.samples, plan.microbatches)
         if self._problem.policy is not None:
+            check_constraints(self._problem)
             refuse_rounds(plan, versions=self._problem.constraints.versions, ties=prices.tied)
             return self._in_rounds(plan, cuts, sizes, self._problem.policy)
         if self._problem.training and needs_times(plan):
@@ -242,6 +244,7 @@ class Judge:
         training = self._problem.training
         _check_copies(plan, prices)
         order = _order(plan, part, training=training)
+        check_order(order, self._problem, schedule=plan.schedule)
         return verify(
             lower(
                 order,

@@ -35,22 +35,25 @@ def channels(program: Program) -> tuple[Channel, ...]:
 
 
 def groups(program: Program) -> tuple[Group, ...]:
-    """List the groups of ranks that reduce gradients or buffers, or exchange results."""
+    """List the groups of ranks that reduce gradients or buffers, exchange results, or run a head together."""
     layout = program.layout
     found = {everyone(layout)}
     if program.training:
         found.update(bucket_group(bucket, layout) for bucket in program.traffic.buckets)
         found.update(stage_group(stage, layout) for stage in range(len(layout.stages)))
+    if program.traffic.head is not None:
+        found.add(stage_group(len(layout.stages) - 1, layout))
     return tuple(sorted(group for group in found if len(group) > 1))
 
 
 def peers(programs: Iterable[Program], rank: int) -> tuple[int, ...]:
-    """List the ranks with which a rank exchanges messages or sums gradients."""
+    """List the ranks with which a rank exchanges messages, sums gradients, or runs a head."""
     programs = tuple(programs)
     pairs = {pair for program in programs for pair in channels(program)}
     found = {other for pair in pairs if rank in pair for other in pair}
     for program in programs:
         shared = [bucket_group(bucket, program.layout) for bucket in program.traffic.buckets]
+        shared += [stage_group(len(program.layout.stages) - 1, program.layout)] if program.traffic.head else []
         found.update(other for group in shared if rank in group for other in group)
     return tuple(sorted(found - {rank}))
 

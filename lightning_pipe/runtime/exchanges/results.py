@@ -157,6 +157,7 @@ class Results:
         self._carrier = carrier or device
         self._sums_on = self._carrier if sums is None else torch.device("cpu")
         self._group = everyone(layout)
+        self._of_head = {name for stage in split.stages if stage.head for name in stage.head.half.outputs}
         self._pinned = _PinnedBuffers()
 
     def collect(
@@ -222,6 +223,10 @@ class Results:
         """List the slices of an output in order of micro-batch and samples."""
         stage = self._split.owners[name]
         sizes = program.sizes[: program.batch]
+        if name in self._of_head:  # all replicas have it, of the whole batch
+            batch = Samples(0, sum(sizes))
+            yield _Place(self._split.values[name], 0, batch, self._layout.stages[stage][0], sum(sizes))
+            return
         for microbatch, size in enumerate(sizes):
             for replica, rank in enumerate(self._layout.stages[stage]):
                 samples = self._layout.samples(stage, replica, microbatch, size)

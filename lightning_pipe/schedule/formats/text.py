@@ -9,6 +9,7 @@
     loads 0
     offloads 0                             only where stages offload
     joinable 0 1                           only where stages can join W of several micro-batches
+    head bytes_per_sample=8.0 fixed_bytes=0 holds_backwards=true        only where the last stage has a head
     training true
     synchronise true
     seam 4 | 3 2 1 0 | 3 2 1 0             only rounds of pipelines that are not flushed: batch, enters, leaves
@@ -34,6 +35,7 @@ from lightning_pipe.core.program import (
     ComputeKind,
     CopyingOrder,
     Edge,
+    HeadTraffic,
     HostCopy,
     Instruction,
     Joined,
@@ -150,6 +152,7 @@ def format_program(program: Program) -> str:
         _line("loads", map(str, traffic.loads)),
         *([_line("offloads", map(str, traffic.offloads))] if traffic.offloads else []),
         *([_line("joinable", map(str, traffic.joinable))] if traffic.joinable else []),
+        *([] if traffic.head is None else [_format_head(traffic.head)]),
         f"training {str(program.training).lower()}",
         f"synchronise {str(program.synchronise).lower()}",
         *([] if program.seam is None else _format_seam(program.seam)),
@@ -170,6 +173,11 @@ def _format_stages(stages: Iterable[tuple[int, ...]]) -> str:
 def _format_edge(edge: Edge) -> str:
     ends = f"{edge.direction} {edge.source}>{edge.target}"
     return f"edge {ends} bytes_per_sample={edge.bytes_per_sample!r} fixed_bytes={edge.fixed_bytes}"
+
+
+def _format_head(head: HeadTraffic) -> str:
+    sizes = f"bytes_per_sample={head.bytes_per_sample!r} fixed_bytes={head.fixed_bytes}"
+    return f"head {sizes} holds_backwards={str(head.holds_backwards).lower()}"
 
 
 def _line(head: str, words: Iterable[str]) -> str:
@@ -202,6 +210,7 @@ def parse_program(text: str) -> Program:
             _only("loads", fields, _integers),
             _only("offloads", fields, _integers) if fields["offloads"] else (),
             _only("joinable", fields, _integers) if fields["joinable"] else (),
+            _only("head", fields, _head) if fields["head"] else None,
         ),
         training=_only("training", fields, _flag),
         synchronise=_only("synchronise", fields, _flag),
@@ -219,6 +228,7 @@ _HEADS = (
     "loads",
     "offloads",
     "joinable",
+    "head",
     "training",
     "synchronise",
     "seam",
@@ -297,6 +307,7 @@ def _flag(text: str) -> bool:
 
 _EDGE = re.compile(r"([FB]) (\d+)>(\d+) bytes_per_sample=(\S+) fixed_bytes=(\d+)")
 _BUCKET = re.compile(r"(\d+(?:,\d+)*) bytes=(\d+)")
+_HEAD = re.compile(r"bytes_per_sample=(\S+) fixed_bytes=(\d+) holds_backwards=(\S+)")
 
 
 def _edge(text: str) -> Edge:
@@ -313,3 +324,14 @@ def _bucket(text: str) -> Bucket:
     if not match:
         raise ProgramError(f"found bucket {text!r}; expected e.g. `bucket 0,2 bytes=100`")
     return Bucket(tuple(int(stage) for stage in match[1].split(",")), int(match[2]))
+
+
+def _head(text: str) -> HeadTraffic:
+    match = _HEAD.fullmatch(text)
+    if not match:
+        raise ProgramError(
+            f"found head {text!r}; expected e.g. `head bytes_per_sample=8.0 fixed_bytes=0 holds_backwards=true`"
+        )
+    return HeadTraffic(
+        _read(float, "bytes_per_sample", match[1]), int(match[2]), _read(_flag, "holds_backwards", match[3])
+    )

@@ -15,7 +15,7 @@ from lightning_pipe.schedule.lower.gradients import add_reductions
 from lightning_pipe.schedule.lower.join import join_weight_halves
 from lightning_pipe.schedule.lower.loads import add_loads
 from lightning_pipe.schedule.lower.memory import add_frees
-from lightning_pipe.schedule.lower.milestones import add_confirmation, add_publication
+from lightning_pipe.schedule.lower.milestones import add_confirmation, add_head, add_publication
 from lightning_pipe.schedule.lower.offload import add_swaps
 from lightning_pipe.schedule.lower.samples import drop_empty_computes
 from lightning_pipe.schedule.lower.steps import add_steps
@@ -74,7 +74,8 @@ def lower(
     program = add_swaps(program, beside=beside)
     program = add_loads(program)
     program = add_versions(program)
+    program = add_confirmation(program) if confirms else program
+    program = add_head(program)
     program = add_frees(program)
     program = add_steps(program)
-    program = add_confirmation(program) if confirms else program
     return add_publication(program) if publishes else program

@@ -7,7 +7,8 @@ The program is run without time under the weakest promises that a transport may 
     Compute      blocks until the receives posted for it have moved
     Reduce       is posted and does not block
     own work     waits for nobody but its own rank, in the order of its list
-    milestone    waits for nobody in this program, or for the end of the one before
+    milestone    waits for nobody in this program, or for the end of the one before; where some stages need it, until
+                 all of their ranks have come to it
     Step         blocks until every reduction that its rank posted is posted by all ranks that hold the bucket
 
 A program that ends here ends on every transport that keeps the order of a channel and whose host carries the messages.
@@ -16,8 +17,8 @@ A device that carries messages itself (NCCL) promises less: a launched receive r
 come. Whatever makes the host wait for the device (the first launch of a kernel, cudaFree, pinned memory, Triton's
 tuning) then waits for that message. So there the law "launch" replaces what a compute waits for:
 
-    launch       Compute, Send, Reduce, own work, Step: may each block until every receive that its rank has launched
-                 has moved
+    launch       Compute, Send, Reduce, own work, milestone, Step: may each block until every receive that its rank
+                 has launched has moved
     Recv         "early": is launched where it stands, and is a launch itself
                  "late": is launched by the compute that needs it, behind earlier receives of its channel
 
@@ -38,7 +39,7 @@ from typing import NamedTuple, TypeAlias
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OwnWork, effects_of
-from lightning_pipe.core.milestones import Milestone, milestone_effects
+from lightning_pipe.core.milestones import Milestone, milestone_effects, ranks_at
 from lightning_pipe.core.program import (
     AnyCompute,
     Instruction,
@@ -100,6 +101,7 @@ class _Run:
         self._received: Counter[Channel] = Counter()
         self._arrivals: dict[Use, list[tuple[Channel, int]]] = defaultdict(list)
         self._reduced: dict[int, set[int]] = defaultdict(set)
+        self._met: dict[Milestone, set[int]] = defaultdict(set)  # ranks that have come to it
         buckets = program.traffic.buckets
         self._holders = [holders(bucket, layout=program.layout) for bucket in buckets]
         self._blocked: dict[int, list[int]] = defaultdict(list)  # rank that must move -> ranks that wait for it
@@ -155,7 +157,7 @@ class _Run:
             case OwnWork():
                 effects_of(instruction)  # waits for nobody, but must be known
             case Milestone():
-                milestone_effects(instruction)
+                return self._late_member(instruction, rank)
             case _:
                 assert_never(instruction)
         return None
@@ -163,6 +165,14 @@ class _Run:
     def _late_sender(self, use: Use) -> int | None:
         late = (channel[0] for channel, number in self._arrivals[use] if self._sent[channel] <= number)
         return next(late, None)
+
+    def _late_member(self, milestone: Milestone, rank: int) -> int | None:
+        if milestone_effects(milestone).stages is None:
+            return None
+        if rank not in self._met[milestone]:
+            self._met[milestone].add(rank)
+            self._stirred.add(rank)
+        return min(ranks_at(milestone, self._program) - self._met[milestone], default=None)
 
     def _late_holder(self, rank: int) -> int | None:
         needed = ((bucket, other) for bucket in self._reduced[rank] for other in sorted(self._holders[bucket]))

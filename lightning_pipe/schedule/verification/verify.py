@@ -18,10 +18,12 @@ Laws (the name in the error text is the one in quotes):
         "versions"    what chooses the weights of a compute stands before it, as the round's seam asks
     "gradients"   every rank that holds a shared bucket reduces it once, after its last W or along with it, in ascending
                   bucket order; along with a W that no compute of the rank comes before, of the bucket's only stage
-    milestones    (`core.milestones`, each under a law of its own) once on every rank or on none; after what they
-                  follow, before what they precede
+    milestones    (`core.milestones`, each under a law of its own) once on every rank or on none, or on all ranks of
+                  the stages that need them; after what they follow, before what they precede
         "confirm"     before the first backward and the first sum
-        "publish"     after the last forward, and after CONFIRM where there is one
+        "publish"     after the last forward, and after CONFIRM and HEAD where they are
+        "head"        on every rank of a last stage that has a head: after its forwards, before its backwards where the
+                      head holds them; before all sums, or behind them (`rules.stands_last`)
         "rollback"    in no program: it is what follows one that was left
     rounds        where a program has a seam: all of this for the computes of its round, of which forwards of later
                   batches are some; messages that a later round takes are received too. What joins one round to the
@@ -44,7 +46,7 @@ from typing import NoReturn, TypeVar, cast
 from typing_extensions import assert_never
 
 from lightning_pipe.core.effects import OWN_WORK, OwnWork, effects_of
-from lightning_pipe.core.milestones import Milestone, milestone_effects
+from lightning_pipe.core.milestones import MILESTONES, Milestone, milestone_effects
 from lightning_pipe.core.program import (
     AnyCompute,
     Compute,
@@ -59,7 +61,7 @@ from lightning_pipe.core.program import (
     VerifiedProgram,
 )
 from lightning_pipe.errors import ProgramError
-from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders, version_work
+from lightning_pipe.schedule.rules import ComputeNeeds, Dataflow, halves, holders, stands_last, version_work
 from lightning_pipe.schedule.verification.deadlock import check_progress
 from lightning_pipe.schedule.verification.well_formed import check_frame
 
@@ -111,6 +113,7 @@ class _Demand:
     own_work: set[OwnWork] = field(default_factory=set)
     gates: dict[Compute, list[OwnWork]] = field(default_factory=dict)  # demanded own work that computes wait for
     reductions: set[int] = field(default_factory=set)
+    milestones: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by code: stages of the rank that need it
     open_work: dict[tuple[int, int], int] = field(default_factory=dict)  # computes and sends left before Free
 
 
@@ -126,7 +129,7 @@ class _RankCheck:
         self._demand = self._demanded(shared)
         self._sendable: set[Send] = set()
         self._done: set[OwnWork] = set()
-        self._passed: set[str] = set()  # kinds of computes that have run, and codes of milestones
+        self._passed: set[str | tuple[int, str]] = set()  # kinds of computes, alone and by stage; codes of milestones
         self._last_bucket = -1
         self._open_gradients = defaultdict(int, self._count_weight_gradients())
         self._along: Reduce | None = None  # the sum that goes along with the next compute
@@ -161,6 +164,12 @@ class _RankCheck:
                 needs = demand.needs[compute] = self._flow.needs(compute, rank=self._rank)
                 demand.receives.update(needs.receives)
         demand.receives.update(self._flow.awaited_later(rank=self._rank))
+        for code, milestone in MILESTONES.items():
+            needed = () if (stages := milestone.effects.stages) is None else stages(program)
+            if own := tuple(s for s in needed if s in held):
+                demand.milestones[code] = own
+                for place in demand.open_work:
+                    demand.open_work[place] += place[0] in own
         if program.training and program.synchronise:
             demand.reductions = set(shared)
         return demand
@@ -211,7 +220,7 @@ class _RankCheck:
             if earlier in left:
                 self._refuse("inputs", f"it needs {earlier} before it on this rank")
         left.difference_update(parts)
-        self._passed.add(compute.kind)
+        self._passed |= {compute.kind, (compute.stage, compute.kind)}
         sends = self._flow.gives(compute, rank=self._rank)
         self._sendable.update(sends)
         self._demand.open_work[compute.stage, compute.microbatch] += len(sends) - len(parts)
@@ -302,26 +311,40 @@ class _RankCheck:
             self._refuse(effects.law, "it follows a program that was left, and stands in none")
         if milestone.code in self._passed:
             self._refuse(effects.law, "it stands twice")
-        batch = self._program.batch
-        if early := sorted(x for x in self._demand.computes if x.kind in effects.follows and x.microbatch < batch):
+        batch, stages = self._program.batch, self._demand.milestones.pop(milestone.code, None)
+        if effects.stages is not None and stages is None:
+            self._refuse(effects.law, "no stage of this rank needs it")
+        waiting = {x for x in self._demand.computes if stages is None or x.stage in stages}
+        if early := sorted(x for x in waiting if x.kind in effects.follows and x.microbatch < batch):
             self._refuse(effects.law, f"{early[0]} comes after it")
         if missing := [str(x) for x in self._line if str(x) in effects.follows and str(x) not in self._passed]:
             self._refuse(effects.law, f"{missing[0]} comes after it")
-        if late := sorted(self._passed.intersection(effects.precedes)):
-            self._refuse(effects.law, f"{late[0]} of this rank comes before it")
-        if effects.precedes and self._last_bucket >= 0:
+        if effects.precedes and effects.holds(self._program):
+            places = effects.precedes if stages is None else [(s, kind) for s in stages for kind in effects.precedes]
+            if late := [place for place in places if place in self._passed]:
+                what = late[0] if stages is None else f"{late[0][1]} of stage {late[0][0]}"
+                self._refuse(effects.law, f"{what} of this rank comes before it")
+        if stands_last(milestone, self._program):
+            if self._demand.reductions:
+                self._refuse(effects.law, f"{Reduce(min(self._demand.reductions))} comes after it")
+        elif effects.precedes and self._last_bucket >= 0:
             self._refuse(effects.law, f"{Reduce(self._last_bucket)} comes before it")
         self._passed.add(milestone.code)
+        for place in self._demand.open_work:
+            self._demand.open_work[place] -= place[0] in (stages or ())
 
     def _open_work(self, *work: int) -> list[str]:
         """Name the computes and the sends of a stage and micro-batch that are missing so far."""
         computes = sorted(x for x in self._demand.computes if (x.stage, x.microbatch) == work)
         sends = sorted(x for x in self._sendable if (x.message.source, x.message.microbatch) == work)
-        return [*map(str, computes), *map(str, sends)]
+        milestones = [code for code, stages in self._demand.milestones.items() if work[0] in stages]
+        return [*map(str, computes), *map(str, sends), *milestones]
 
     def _nothing_left(self) -> None:
         demand = self._demand
         self._refuse_left("once", sorted(demand.computes))
+        for code in demand.milestones:
+            self._refuse_left(MILESTONES[code].effects.law, [MILESTONES[code]()])
         for code, kind in OWN_WORK.items():  # Free covers sends: it comes after all of them
             self._refuse_left(kind.effects.law, sorted(work for work in demand.own_work if work.code == code))
         self._refuse_left("gradients", [Reduce(bucket) for bucket in sorted(demand.reductions)])
@@ -371,7 +394,7 @@ def _check_channels(program: Program) -> None:
 
 def _check_milestones(program: Program) -> None:
     """Check that every rank comes to the same milestones: whoever awaits others there must be awaited by them."""
-    found = [{x for x in line if isinstance(x, Milestone)} for line in program.ranks]
+    found = [{x for x in line if isinstance(x, Milestone) and x.effects.stages is None} for line in program.ranks]
     for rank, here in enumerate(found):
         for missing in sorted(set().union(*found) - here, key=str):
             raise ProgramError(f'rank {rank}, at its end: law "{missing.effects.law}": missing {missing}')

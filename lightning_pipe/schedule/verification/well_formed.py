@@ -19,6 +19,10 @@ def check_frame(program: Program) -> None:
     _check_traffic(program.traffic, stages=len(program.layout.stages))
     if len(program.ranks) != program.layout.ranks:
         raise ProgramError(f"found instructions for {len(program.ranks)} ranks; the layout has {program.layout.ranks}")
+    if program.traffic.head is not None and program.seam is not None:
+        raise ProgramError(
+            "the last stage has a head, which needs all samples of a batch; rounds run batches overlapped"
+        )
     if program.seam is not None:
         _check_seam(program, program.seam)
     for rank, line in enumerate(program.ranks):
