@@ -454,7 +454,7 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
     if isinstance(step, str):
         return None
     kinds, aliases = classify(step.joint), canonical_names(request.module)
-    graph = graph_of_nodes(step.joint, kinds, step.flow, aliases)
+    graph = replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head)
     known = (step.joint, kinds, step.flow, aliases, request.device, request.batch_dim)
     return Capture(
         graph,

@@ -67,6 +67,8 @@ class JointGraph:
         totals: what is counted of the whole batch; None if nothing is.
         lengths: symbols for other sizes: (leaf, dimension) -> symbol (`lengths`); such a graph is not run.
         identity: under which the graph is kept (`kept_traces`): a hash of all that it was made from; "" if it is not.
+        head: in the graph of a micro-batch, what is made once per batch when all micro-batches have run forward; its
+            outputs are inputs of the graph.
         batch_symbol, batch_samples: in the graph of a micro-batch, the number of samples of the batch, and what it was
             when the step was captured.
     """
@@ -91,6 +93,7 @@ class JointGraph:
     lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
     identity: str = ""
     loss_dtype: torch.dtype | None = None
+    head: Half | None = None
     batch_symbol: sympy.Symbol | None = None
     batch_samples: int = 0
 

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture import torch_private as private
-from lightning_pipe.capture.operators import is_random, takes_output
+from lightning_pipe.capture.operators import Trait, is_random, takes_output, traits
 from lightning_pipe.capture.slicing.operation import SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing
@@ -28,12 +28,37 @@ from lightning_pipe.capture.steps.stage_program import memory_order
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
 _aten = torch.ops.aten
+
+
+class WaitsForAllError(Exception):
+    """What a backward makes of all micro-batches is needed before it ends."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"{node} waits for all micro-batches")
+        self.node = node
+
+
 _KNOWN = ("custom", "partitioner_tag", "stack_trace", "seq_nr")
 
 
 @dataclass(frozen=True)
 class BatchValue:
     """A value that the batch alone tells, and that stages read like one of its tensors.
+
+    Attributes:
+        name: in the graph of a micro-batch.
+        source: in the graph of the whole batch.
+        rows: how it is cut into samples; None if it is given whole.
+    """
+
+    name: str
+    source: str
+    rows: Rows | None
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """A value that the head makes of all samples, and that backwards of micro-batches read.
 
     Attributes:
         name: in the graph of a micro-batch.
@@ -58,6 +83,7 @@ class MicrobatchGraph:
         graph: the graph.
         placements: of its values by name, for those that micro-batches make or that are slices.
         batch_values: what is to be computed where the batch is loaded.
+        head_outputs: what is to be computed once all micro-batches have run forward.
         nodes: of the whole batch, by name.
         symbol, total: the numbers of samples of a micro-batch and of the batch, as they stand in sizes.
     """
@@ -68,6 +94,7 @@ class MicrobatchGraph:
         self.graph = fx.Graph()
         self.placements: dict[str, Placement] = {}
         self.batch_values: list[BatchValue] = []
+        self.head_outputs: list[HeadOutput] = []
         self._copies: dict[fx.Node, fx.Node] = {}
         self._locals: dict[fx.Node, fx.Node] = {}
         self._converted: dict[tuple[fx.Node, Any], fx.Node] = {}
@@ -166,7 +193,7 @@ class MicrobatchGraph:
         for node in self.nodes.values():
             is_copied = node.op == "call_function" and (node in slicing.operations or takes_output(node))
             is_given = node in self._varying and (not slicing.makes(node) or is_random(node))
-            if is_copied and not is_given and not slicing.levels[node]:
+            if is_copied and not is_given and (slicing.makes(node) or not slicing.levels[node]):
                 self._here = node
                 self._copies[node] = self._copied(node)
 
@@ -254,9 +281,9 @@ class MicrobatchGraph:
         is_right = placement == wanted or LOCAL in (placement, wanted) or isinstance(wanted, tuple)
         if is_right and source in self._copies:
             return self._copies[source]
-        assert source not in self._copies or not self._slicing.makes(source) or source in self._varying, (
-            f"{source} waits for all micro-batches"
-        )
+        is_made = self._slicing.makes(source) and source not in self._varying
+        if is_made and self._slicing.levels[source]:
+            raise WaitsForAllError(source)
         if wanted is TERMS:
             return self._cached(source, TERMS, lambda: self._shared(self.value(source, WHOLE), like=self._here))
         rows = wanted if isinstance(wanted, Rows) else None
@@ -264,6 +291,8 @@ class MicrobatchGraph:
             return self._cached(source, rows, lambda: self._constant(source, rows))
         if source in self._varying:
             return self._cached(source, rows, lambda: self._given(source, rows))
+        if is_made or self._slicing.levels[source]:
+            return self._cached(source, rows, lambda: self._from_head(source, rows))
         assert rows is not None, f"{source} is there as a whole"
         return self._cached(source, rows, lambda: self._rows_of(source, rows))
 
@@ -298,12 +327,31 @@ class MicrobatchGraph:
         blocks = [*[1] * self._batch_dim, *blocks]
         node.meta["val"] = self._new(source.meta["val"], blocks)
         self._note(node, Rows(self._batch_dim))
-        return self._laid_out(node, source, rows)
+        return self._laid_out(node, source, rows, lead=self._batch_dim)
 
-    def _laid_out(self, node: fx.Node, source: fx.Node, rows: Rows) -> fx.Node:
+    def _from_head(self, source: fx.Node, rows: Rows | None) -> fx.Node:
+        """Return a value that is computed when all micro-batches have run forward."""
+        with self.graph.inserting_after(self._inputs_end):
+            node = self.graph.placeholder(f"head_{source.name}")
+        node.target = node.name
+        self._inputs_end = node
+        node.meta = {key: source.meta[key] for key in _KNOWN if key in source.meta}
+        self.head_outputs.append(HeadOutput(node.name, source.name, rows))
+        if rows is None or rows.outer == 1:
+            placement: Placement = WHOLE if rows is None else rows
+            node.meta["val"] = self._described(source.meta["val"], placement)
+            self._note(node, placement)
+            return node
+        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        blocks = [self.symbol, *shape[: rows.dim], rows.outer, rows.per_sample, *shape[rows.dim + 1 :]]
+        node.meta["val"] = self._new(source.meta["val"], blocks)
+        self._note(node, Rows(0))
+        return self._laid_out(node, source, rows, lead=0)
+
+    def _laid_out(self, node: fx.Node, source: fx.Node, rows: Rows, *, lead: int) -> fx.Node:
         """Put rows that lie in the first dimension where an operator wants them."""
         shape = [*map(self._of_batch, source.meta["val"].shape)]
-        lead, dim = self._batch_dim, rows.dim
+        dim = rows.dim
         order = [*range(lead + 1, lead + dim + 2), lead, *range(lead + dim + 2, lead + len(shape) + 2)]
         sizes = [*shape[:dim], rows.outer * self.symbol * rows.per_sample, *shape[dim + 1 :]]
         permuted = self._insert(_aten.permute.default, (node, [*range(lead), *order]), like=self._here)
@@ -415,6 +463,18 @@ class MicrobatchGraph:
             return None
         return copy if copy.op == "call_function" else self._cloned(copy)
 
+    def for_head(self, source: fx.Node) -> fx.Node | None:
+        """Return a value that is there when all micro-batches have run forward; None if the head has to make it."""
+        if source.op == "get_attr":
+            return None
+        if source in self._varying and not self._slicing.makes(source):
+            self._here = source
+            return self.value(source, WHOLE)
+        is_forward = source.op == "placeholder" or not is_backward(source)
+        is_cheap = source.op == "call_function" and (Trait.VIEW in traits(source) or not source.all_input_nodes)
+        is_there = source in self._copies and not self._slicing.levels[source] and is_forward
+        return self._copies[source] if is_there and (self._slicing.makes(source) or not is_cheap) else None
+
     def varies(self, source: fx.Node) -> bool:
         """Return whether a value is of the batch alone, and differs between batches."""
         return source in self._varying
@@ -424,11 +484,11 @@ class MicrobatchGraph:
         shape = [size.node.expr if isinstance(size, torch.SymInt) else size for size in part.meta["val"].shape]
         dim, more = rows.dim, len(shape) + 2
         sizes = [*shape[:dim], rows.outer, self.symbol, rows.per_sample, *shape[dim + 1 :]]
-        blocks = self._insert(_aten.reshape.default, (part, [*map(self._size, sizes)]), like=self._here)
+        blocks = self._insert(_aten.reshape.default, (part, [*map(self._size, sizes)]), like=part)
         blocks.meta["val"] = self._new(part.meta["val"], sizes)
         order = [dim + 1, *range(dim + 1), *range(dim + 2, more)]
-        first = self._insert(_aten.permute.default, (blocks, order), like=self._here)
-        copy = self._insert(_aten.clone.default, (first,), like=self._here)
+        first = self._insert(_aten.permute.default, (blocks, order), like=part)
+        copy = self._insert(_aten.clone.default, (first,), like=part)
         first.meta["val"] = copy.meta["val"] = self._new(part.meta["val"], [sizes[at] for at in order])
         for node in (first, copy):
             self._note(node, Rows(0))

@@ -20,15 +20,16 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.operators import takes_batch_statistics
-from lightning_pipe.capture.slicing.microbatch_graph import BatchValue, MicrobatchGraph
+from lightning_pipe.capture.slicing.microbatch_graph import BatchValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
-from lightning_pipe.capture.slicing.results import AfterAll, Derived
+from lightning_pipe.capture.slicing.results import AfterAll, Derived, Head, line_of
 from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.record import LogCall, Read, Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import Half, RandomKey
 from lightning_pipe.capture.steps.trees import mapped
+from lightning_pipe.core.graph import HeadWork
 
 _ROLES: Mapping[Placement, Role] = {TERMS: "sum", WHOLE: "same", LOCAL: "mean"}
 
@@ -44,6 +45,7 @@ class SlicedStep:
         batch: what is computed where the batch is loaded; None if nothing is.
         whole: the graph of the whole batch.
         by_parts: lines of results that are means over micro-batches.
+        head: what runs once per batch, as planners see it; None if nothing does.
     """
 
     joint: JointGraph
@@ -52,6 +54,7 @@ class SlicedStep:
     batch: ValuesOfBatch | None
     whole: JointGraph
     by_parts: tuple[str, ...]
+    head: HeadWork | None
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,7 @@ class ValuesOfBatch:
         """Put the samples of a value that is cut where tensors of the batch have theirs."""
         if rows is None:
             return value
-        blocks = value.unflatten(rows.dim, (rows.outer, samples, rows.per_sample)).movedim(rows.dim + 1, 0)
-        return blocks[(None,) * self.batch_dim].contiguous()
+        return rows.blocks(value, samples)[(None,) * self.batch_dim]
 
 
 def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device) -> SlicedStep | str:
@@ -108,12 +110,15 @@ def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, devic
     """
     whole = of_whole_batch(joint)
     slicing = Slicing(whole, total, batch_dim=batch_dim)
-    if slicing.has_barrier:
-        return str((slicing.head[0].meta.get("custom") or {}).get("line") or slicing.head[0].name)
+    try:
+        return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
+    except WaitsForAllError as late:
+        return line_of(late.node)
+
+
+def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int, device: torch.device) -> SlicedStep:
+    whole, total = slicing.joint, slicing.samples
     by_name = {node.name: node for node in whole.module.graph.nodes}
-    late = [by_name[name] for name, _ in whole.gradients if slicing.levels[by_name[name]]]
-    if late:
-        return str((late[0].meta.get("custom") or {}).get("line") or late[0].name)
     build = MicrobatchGraph(slicing, samples=samples, batch_dim=batch_dim)
     after = AfterAll(slicing, build, device)
     results = {name: after.result(name) for name in dict.fromkeys(whole.results)}
@@ -134,10 +139,18 @@ def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, devic
             after.state(state, new)
     gradients = tuple((build.term(name), parameter) for name, parameter in whole.gradients)
     asked = len(whole.results) - len(joint.record.guards)  # questions are the last results
+    head = Head(slicing, build)
     listed = [*dict.fromkeys(node for name in whole.results[:asked] for node in results[name])]
     listed += [node for node in after.sources if node not in listed]
     questions = [node for name in whole.results[asked:] for node in results[name]]
-    outputs = [*listed, *questions, *mutations.values(), *(node for node, _ in gradients), *([loss] if loss else [])]
+    outputs = [
+        *listed,
+        *questions,
+        *head.inputs,
+        *mutations.values(),
+        *(node for node, _ in gradients),
+        *([loss] if loss else []),
+    ]
     build.graph.output(tuple(outputs))
     values = _without_unused(build)
     names = {old: after.names[new] for old, new in zip(joint.results, whole.results, strict=True)}
@@ -157,12 +170,13 @@ def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, devic
         symbol=build.symbol,
         samples=samples,
         record=_renamed(joint.record, names),
+        head=head.half(device),
         batch_symbol=build.total,
         batch_samples=total,
         conditions=(),
     )
     flow = _flow(cut, build, slicing, roles)
-    return SlicedStep(cut, flow, after.derived, of_batch, whole, tuple(after.by_parts))
+    return SlicedStep(cut, flow, after.derived, of_batch, whole, tuple(after.by_parts), head.work)
 
 
 def _without_unused(build: MicrobatchGraph) -> tuple[BatchValue, ...]:

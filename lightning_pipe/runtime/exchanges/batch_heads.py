@@ -127,9 +127,7 @@ class BatchHeads:
             flats[place.rank] = flats[place.rank][math.prod(shape) :]
         return found
 
-    def _checked(
-        self, value: Value, content: torch.Tensor, place: _Place, places: Sequence[_Place]
-    ) -> torch.Tensor:
+    def _checked(self, value: Value, content: torch.Tensor, place: _Place, places: Sequence[_Place]) -> torch.Tensor:
         """Return a content if it has the size and the type that other replicas expect."""
         shape, dtype = _shape(value, place, places), value.dtype or torch.int64
         if content.shape == shape and content.dtype == dtype:

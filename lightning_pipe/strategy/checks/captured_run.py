@@ -16,11 +16,14 @@ import torch
 from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
-from lightning_pipe.core.program import Pass
+from lightning_pipe.core.program import Layout, Pass, Samples
 from lightning_pipe.errors import CaptureError, PipeError
 from lightning_pipe.once import OncePerObject
-from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
+from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, combine, from_tensor, packed, to_tensor
 from lightning_pipe.runtime.stage import Slice, Stage, State, changed_by_several
+from lightning_pipe.runtime.transport.local import Hub
+from lightning_pipe.runtime.waiting import drive
 
 _MOST_STAGES = 8
 
@@ -65,17 +68,17 @@ def run_captured(
     stages, buffers = _whole(captured, request, sizes=sizes, training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
-    total = torch.zeros((), dtype=torch.float64)
+    weights = [1.0 if how == "sum" else samples / sum(sizes) for samples in sizes]
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
-    asked = {guard.ref.name for guard in captured.record.guards}
     for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
-        weight = 1.0 if how == "sum" else samples / sum(sizes)
+        weight = weights[number]
         own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
         try:
-            found_results = stages.forward(number, parts, own)
-            answers = [one for one in captured.derived if one.name in asked]
-            results.append({**found_results, **{one.name: one.of(found_results, samples) for one in answers}})
-            stages.backward(number, own)
+            results.append(stages.forward(number, parts, own))
+            if not stages.has_head:
+                stages.backward(number, own)
+            elif number == len(sizes) - 1:
+                stages.backward_by_head(sizes, key=key, weights=weights)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -87,14 +90,35 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {advice(captured)}"
             ) from error
-        found_loss = results[-1][captured.record.loss or ""]
-        assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
-        loss = found_loss
-        total = total + loss.detach().cpu().double() * weight
+    batch = _of_batch(captured, results, sizes, weights)
+    loss = batch[captured.record.loss or ""]
+    assert isinstance(loss, torch.Tensor), "the loss is a tensor"
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
-    return results, found, total.to(loss.dtype)
+    answers = {guard.ref.name: batch[guard.ref.name] for guard in captured.record.guards}
+    return [{**result, **answers} for result in results], found, loss.detach().cpu()
+
+
+def _of_batch(
+    captured: Route, results: Sequence[Mapping[str, Content]], sizes: Sequence[int], weights: Sequence[float]
+) -> dict[str, Content]:
+    """Return the loss and the results of a batch from those of its micro-batches."""
+    values, ends = cut_up(captured).values, list(itertools.accumulate(sizes))
+    batch: dict[str, Content] = {}
+    for name in results[0]:
+        contents = [result[name] for result in results]
+        tensors = [content for content in contents if isinstance(content, torch.Tensor)]
+        if name == captured.record.loss:
+            batch[name] = sum(t.double() * weight for t, weight in zip(tensors, weights, strict=True)).to(tensors[0])
+        elif len(tensors) == len(sizes):
+            parts = [(Samples(end - n, end), t) for t, n, end in zip(tensors, sizes, ends, strict=True)]
+            value = values[name]
+            how = value.combine if value.combine != "cat" or value.batch_dim is not None else "last"
+            batch[name] = combine(parts, value, how=how)
+        else:
+            batch[name] = contents[0]
+    return batch | {one.name: one.of(batch, sum(sizes)) for one in captured.derived}
 
 
 def run_forward(
@@ -129,6 +153,7 @@ class _Stages:
     def __init__(
         self, split: Split, *, state: State, loss: str | None, samples: int, microbatches: int, training: bool
     ) -> None:
+        self._split = split
         self._values, self._device, self._batch_samples = split.values, state.device, samples
         apart = changed_by_several(split.stages)
         self._stages = [
@@ -153,6 +178,22 @@ class _Stages:
         for stage in reversed(self._stages):
             stage.compute("B", microbatch, own)
             self._send(stage, "B", microbatch, own.samples)
+
+    @property
+    def has_head(self) -> bool:
+        """Return whether something runs once per batch before all backwards."""
+        return self._stages[-1].program.head is not None
+
+    def backward_by_head(self, sizes: Sequence[int], *, key: RandomKey, weights: Sequence[float]) -> None:
+        """Run what needs all micro-batches, then all stages backward for every one of them."""
+        layout = Layout(((0,),) * len(self._stages))
+        numbered = {stage.program.stage: stage for stage in self._stages}
+        heads = BatchHeads(self._split, numbered, layout=layout, transport=Hub().endpoint(0), device=self._device)
+        whole = Slice(sum(sizes), key.of_batch, mean_weight=1.0, sum_weight=1.0)
+        drive(heads.run(sizes, whole), wait=lambda wait: None)
+        for number, (samples, weight) in enumerate(zip(sizes, weights, strict=True)):
+            own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+            self.backward(number, own)
 
     def finish(self) -> None:
         """Write what is left to be written of buffers."""
