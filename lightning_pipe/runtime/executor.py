@@ -304,6 +304,10 @@ class Executor:
             for work in line:
                 if isinstance(work, OwnWork):
                     handler_of(work)  # which it must have, before anything runs
+            has_head = any(stage.program.head is not None for stage in self.stages.values())
+            if (Head() in line) != has_head:
+                where = "has no HEAD, but its stages have one" if has_head else "has HEAD, but its stages have none"
+                raise ProgramError(f"The program of rank {self.rank} {where}; it was lowered for another split.")
             self._milestones = [x for x in line if isinstance(x, Milestone) and not isinstance(x, Head)]
             if any(x.effects.leaves for x in self._milestones):
                 self._milestones.append(Rollback())

@@ -290,7 +290,7 @@ class Stage:
         """Return what the head reads of the stage's state, and of micro-batches, by name; the stage lets go of it."""
         assert self._head is not None, "a verified program has HEAD where the stage has a head"
         state, parts = dict[str, Content](), dict[str, dict[int, Content]]()
-        first = next(iter(self._held.values()), {})
+        first = next(iter(self._held.values()), {})  # of the buffers that a batch may have for itself
         for name in self._head.inputs:
             if name in self._parameters or name in self.program.buffers:
                 state[name] = self._input(name, first)

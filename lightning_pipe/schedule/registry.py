@@ -217,6 +217,11 @@ def join_of(schedule: str, options: Options) -> int:
     return most_joined(options) if schedule == "2bp" else 1
 
 
+def options_with_forwards_first(schedule: str) -> Options:
+    """Return the options under which the named schedule runs all forwards first, where some decide that."""
+    return {"base": "gpipe"} if schedule == "2bp" else NO_OPTIONS
+
+
 def joined(plan: Plan) -> Plan | None:
     """Return a plan with W of as many micro-batches as there are in one product; None if its schedule joins none."""
     can_join = plan.schedule == "2bp"

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_pipe.core.graph import HeadWork
 from lightning_pipe.core.milestones import Head
-from lightning_pipe.core.program import Compute
+from lightning_pipe.core.program import AnyCompute
 from lightning_pipe.cost.counted import head_s
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.evaluation.evaluate import judge
@@ -18,6 +18,7 @@ from lightning_pipe.planner.registry import PLANNERS, propose
 from lightning_pipe.report import plan_table
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.rules import is_forwards_first
+from planner.test_drafts import joining
 from planner.test_uniform import cluster, layers
 
 HEAD = HeadWork("train.py:41 in training_step", "aten.logsumexp.default", 16.0, 4, flops=10**9)
@@ -31,7 +32,7 @@ def problem(ranks: int, constraints: Constraints, head: HeadWork | None = HEAD) 
 
 def has_forwards_first(judged) -> bool:
     """Return whether all ranks run forwards, HEAD on the ranks of the last stage, then backwards."""
-    lines = [[x for x in line if isinstance(x, (Compute, Head))] for line in judged.program.ranks]
+    lines = [[x for x in line if isinstance(x, (AnyCompute, Head))] for line in judged.program.ranks]
     words = ["".join("H" if x == Head() else x.kind for x in line) for line in lines]
     return any("H" in word for word in words) and all(re.fullmatch("F*H?[BIW]*", word) for word in words)
 
@@ -46,7 +47,7 @@ def test_every_planner_runs_all_forwards_first(planner):
 def test_a_schedule_that_mixes_forwards_and_backwards_is_refused_in_words(schedule):
     """Whether it does is asked of its order: one micro-batch, for one, is never mixed."""
     asked = problem(2, Constraints(4, schedule=schedule))
-    if schedule in ("gpipe", "breadth_first"):
+    if schedule in ("gpipe", "breadth_first", "2bp"):
         assert has_forwards_first(propose(asked, "uniform")[0])
         return
     with pytest.raises(ConfigError) as refused:
@@ -57,6 +58,12 @@ def test_a_schedule_that_mixes_forwards_and_backwards_is_refused_in_words(schedu
         f"schedule={schedule!r}, which mixes them. Use schedule='gpipe', or 'breadth_first' for several stages per "
         "device; or whole_batch='by_microbatch', which takes gradients as accumulation does."
     )
+
+
+def test_weight_halves_are_joined_behind_the_head_where_that_saves_time():
+    asked = joining(2, each_s=5.0)
+    found = propose(replace(asked, graph=replace(asked.graph, head=HEAD)), "uniform")[0]
+    assert found.plan.options == {"base": "gpipe", "join": 8} and has_forwards_first(found)
 
 
 def test_which_orders_have_all_forwards_first():

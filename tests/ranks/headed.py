@@ -23,7 +23,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.protocol import Transport
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
-from lightning_pipe.schedule.registry import order_of
+from lightning_pipe.schedule.registry import options_with_forwards_first, order_of
 from lightning_pipe.schedule.verification.verify import verify
 
 WIDTH = 3
@@ -41,6 +41,7 @@ class HeadCase:
     weights: tuple[tuple[int, ...], ...] = ()
     whole: frozenset[int] = frozenset()
     offloads: tuple[int, ...] = ()
+    join: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -108,6 +109,7 @@ def split_of(case: HeadCase) -> Split:
         tuple(Bucket((s,), 8) for s in range(case.last + 1)),
         loads=(0, case.last),
         offloads=case.offloads,
+        joinable=tuple(range(case.last + 1)),
         head=HeadTraffic(8.0 * WIDTH, 8, holds_backwards=case.loss != "mean"),
     )
     stages = tuple(_middle(case, s) for s in range(case.last))
@@ -138,7 +140,7 @@ def _middle(case: HeadCase, s: int) -> StageProgram:
         tangents=(),
         forward=Half((w, h), (z,), _layer),
         input_grad=Half((w, z, g), (f"g{s}", inner), _input_half),
-        weight_grad=Half((h, inner), (dw,), _weight_half),
+        weight_grad=Half((h, inner), (dw,), _weight_half, along={h: 0, inner: 0}),
         receives={("B", s + 1): (g,)} | ({("F", s - 1): (h,)} if s else {}),
         sends={("F", s + 1): (z,)} | ({("B", s - 1): (f"g{s}",)} if s else {}),
         mutations={},
@@ -183,7 +185,12 @@ def _contrasting(program: StageProgram, h: str, z: str, g: str) -> StageProgram:
         program,
         parameters={**program.parameters, "scale": "scale"},
         tangents=("tangent",),
-        weight_grad=Half((*program.weight_grad.inputs, "of_scale", "tangent"), (dw, "dscale"), weight_half),
+        weight_grad=Half(
+            (*program.weight_grad.inputs, "of_scale", "tangent"),
+            (dw, "dscale"),
+            weight_half,
+            along=program.weight_grad.along,
+        ),
         gradients={**program.gradients, "dscale": "scale"},
         head=BatchHead(Half((z, "scale", "tangent"), (g, "of_scale", "told"), head)),
     )
@@ -230,17 +237,29 @@ def _of_means(program: StageProgram, w: str, h: str, z: str) -> StageProgram:
     )
 
 
-def program_of(case: HeadCase, *, training: bool = True, synchronise: bool = True) -> VerifiedProgram:
+def program_of(
+    case: HeadCase, *, training: bool = True, synchronise: bool = True, milestones: bool = False
+) -> VerifiedProgram:
     """Return the verified program of the case."""
     count = len(case.sizes)
     if training:
-        order = order_of(case.schedule, layout=case.layout, microbatches=count)
+        options = options_with_forwards_first(case.schedule)
+        order = order_of(case.schedule, layout=case.layout, microbatches=count, options=options)
     else:
         order = forward_only(case.layout, count)
     traffic = split_of(case).traffic
     lowered = lower(
-        order, layout=case.layout, sizes=case.sizes, traffic=traffic, training=training, synchronise=synchronise
+        order,
+        layout=case.layout,
+        sizes=case.sizes,
+        traffic=traffic,
+        training=training,
+        synchronise=synchronise,
+        confirms=milestones,
+        publishes=milestones,
+        join=case.join,
     )
+    verify(lowered, launches="late")  # as on a device that carries messages itself
     return verify(lowered)
 
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 
-from lightning_pipe.core.milestones import Head
+from lightning_pipe.core.milestones import Confirm, Head, Publish, Rollback
 from lightning_pipe.core.program import Compute, Free, Program, Seam, VerifiedProgram
+from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.errors import InstructionError, ProgramError
+from lightning_pipe.report import chrome_trace, plot_timeline
+from lightning_pipe.runtime.exchanges.groups import groups
 from lightning_pipe.runtime.exchanges.results import Results
 from lightning_pipe.runtime.executor import run_together
 from lightning_pipe.runtime.job import ProgramResult
+from lightning_pipe.runtime.milestones import at_once
 from lightning_pipe.runtime.transport.local import Hub
-from lightning_pipe.runtime.waiting import drive_together
+from lightning_pipe.runtime.waiting import Wait, drive_together
 from lightning_pipe.schedule.formats.text import format_program, parse_program
 from lightning_pipe.schedule.verification.verify import verify
+from lightning_pipe.simulator import UnitPrices, memory_curves, simulate
 from ranks.headed import HeadCase, executor_of, job_of, parameters_of, plain, program_of, split_of
 
 TWO, THREE = ((0,), (1,)), ((0,), (1,), (2,))
@@ -34,6 +40,7 @@ CASES = {
         "from one to two to one": {"stages": ((0,), (1, 2), (3,)), "sizes": (3, 4)},
         "with last replicas in turn": {"stages": ((0,), (1, 2)), "sizes": (2, 3, 1), "whole": frozenset({1})},
         "breadth first": {"stages": ((0,), (1,), (0,), (1,)), "sizes": (2, 1, 2), "schedule": "breadth_first"},
+        "with joined weight halves": {"stages": TWO, "sizes": (2, 3, 1), "schedule": "2bp", "join": 3},
         "offloaded": {"stages": TWO, "sizes": (2,) * 6, "offloads": (0, 1)},
     }.items()
 }
@@ -87,6 +94,38 @@ def test_gradients_and_results_are_those_of_the_whole_batch(case: HeadCase) -> N
         torch.testing.assert_close(result, told, rtol=0, atol=1e-12)
 
 
+REPLICATED = {name: case for name, case in {**CASES, **SPEAKING}.items() if len(case.stages[-1]) > 1}
+
+
+@pytest.mark.parametrize("case", REPLICATED.values(), ids=REPLICATED)
+def test_replicas_post_the_same_collectives_in_the_same_order_in_groups_that_are_open(case: HeadCase) -> None:
+    """A device that carries them (NCCL) hangs otherwise."""
+    for training in (True, False):
+        world, program = World(case), program_of(case, training=training)
+        posted = [noted_collectives(endpoint) for endpoint in world.endpoints]
+        world.run(program)
+        first, *others = (posted[rank] for rank in case.stages[-1])
+        assert first and all(other == first for other in others)
+        assert {group for _, group, *_ in first} <= {*groups(program)}
+
+
+def noted_collectives(endpoint) -> list[tuple]:
+    """Return the list that an endpoint writes its collectives to."""
+    noted: list[tuple] = []
+    sums, copies = endpoint.all_reduce, endpoint.broadcast
+
+    def all_reduce(tensor, *, group):
+        noted.append(("sum", group, tensor.shape, tensor.dtype))
+        return sums(tensor, group=group)
+
+    def broadcast(tensor, *, source, group):
+        noted.append(("copy", group, tensor.shape, tensor.dtype, source))
+        return copies(tensor, source=source, group=group)
+
+    endpoint.all_reduce, endpoint.broadcast = all_reduce, broadcast
+    return noted
+
+
 def test_weights_of_batches_and_programs_that_only_accumulate_count() -> None:
     case = CASES["contrast with two last replicas"]
     world, (expected, _) = World(case), plain(case)
@@ -119,6 +158,27 @@ def test_what_the_head_reads_is_let_go_when_it_has_run(monkeypatch) -> None:
     assert held == [set(), {"0:term"}, {"0:slope", "1:slope"}, *[{"1:slope"}] * 2, set()]
 
 
+@pytest.mark.parametrize("name", ["contrast with two last replicas", "mean with two last replicas"])
+def test_a_program_that_was_given_up_has_run_no_head_and_leaves_nothing_behind(name: str) -> None:
+    case = CASES[name]
+    world, program, (expected, told) = World(case), program_of(case, milestones=True), plain(case)
+    pieces: list[Mapping] = []
+
+    def answer(holds: bool):
+        def ask(results: Mapping) -> Iterator[Wait]:
+            yield from ()
+            return holds
+
+        return {Confirm: ask, Publish: at_once(pieces.append), Rollback: at_once(lambda results: None)}
+
+    for holds in (False, True):
+        walks = [e.walk(program, job_of(case), milestones=answer(holds)) for e in world.executors]
+        outcomes = drive_together(walks)
+        assert [bool(pieces), *(o.given_up for o in outcomes)] == [holds, *[not holds] * len(outcomes)]
+    torch.testing.assert_close(pieces[1]["told"][0].content, told, rtol=0, atol=1e-12)  # when results are told
+    torch.testing.assert_close(world.parameters[1]["weight1"].grad, expected["weight1"], rtol=0, atol=1e-12)
+
+
 def test_an_error_in_the_head_names_it(monkeypatch) -> None:
     case = CASES["root of two"]
     world = World(case)
@@ -135,6 +195,28 @@ def test_the_text_of_a_program_with_a_head_is_read_back() -> None:
     for case in (CASES["contrast of two"], SPEAKING["1f1b"]):
         program = program_of(case)
         assert verify(parse_program(format_program(program))) == program
+
+
+def test_a_head_is_simulated_recorded_and_drawn(tmp_path) -> None:
+    """Replicas begin it together, when the last of them has come."""
+    case = CASES["root with two last replicas"]
+    world, program = World(case), program_of(case)
+    timeline = simulate(program, UnitPrices(head=5.0))
+    assert {(e.rank, e.start, e.end) for e in timeline.events if e.instruction == Head()} == {(1, 3, 8), (2, 3, 8)}
+    plot_timeline(timeline, tmp_path / "head.png")
+    recorded = run_together(world.executors, program, [job_of(case)] * 3, record=True, record_memory=True)
+    assert [str(e.instruction) for o in recorded for e in o.timeline.events].count("HEAD") == 2
+    assert chrome_trace(timeline).count('"HEAD"') == 2
+    measured = Timeline(tuple(event for outcome in recorded for event in outcome.timeline.events))
+    assert len(memory_curves(measured, program=program, prices=UnitPrices())) == 3
+
+
+def test_a_program_whose_stages_have_another_head_is_not_run() -> None:
+    world, program = World(CASES["root of two"]), program_of(CASES["root of two"])
+    stage = world.executors[2].stages[2]
+    stage.program = replace(stage.program, head=None)
+    with pytest.raises(ProgramError, match="The program of rank 2 has HEAD, but its stages have none"):
+        world.run(program)
 
 
 def with_line(program: Program, rank: int, line: tuple) -> Program:

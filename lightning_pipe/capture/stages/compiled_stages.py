@@ -107,7 +107,8 @@ class CompiledStages:
 def _leaving(program: StageProgram) -> set[str]:
     """Name the values of a stage that others than its functions read, or that are elsewhere for a time."""
     sent = {name for names in program.sends.values() for name in names}
-    return {*sent, *program.results, *program.mutations.values(), *program.gradients, *program.offloaded}
+    of_head = () if program.head is None else program.head.half.inputs
+    return {*sent, *program.results, *program.mutations.values(), *program.gradients, *program.offloaded, *of_head}
 
 
 class _Runs:

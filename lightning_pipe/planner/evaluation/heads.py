@@ -12,7 +12,7 @@ from lightning_pipe.core.program import CopyingOrder
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import head_sentence
-from lightning_pipe.schedule.registry import SCHEDULES, Schedule, order_of
+from lightning_pipe.schedule.registry import SCHEDULES, Schedule, options_with_forwards_first, order_of
 from lightning_pipe.schedule.rules import is_forwards_first
 
 _PER_STAGE = 2  # micro-batches per rank for which an order is asked where their number is open
@@ -51,14 +51,15 @@ def check_constraints(problem: Problem) -> None:
             f"{head_sentence(problem.graph, problem.samples)} But versions={constraints.versions!r} runs forwards of "
             "the next batch before the backwards of this one. Use versions='sync', or whole_batch='by_microbatch'."
         )
-    name = constraints.schedule or ("1f1b" if constraints.warmup is not None else None)
-    known = SCHEDULES.get(name) if name is not None else None
-    if not needs_forwards_first(problem) or not isinstance(known, Schedule) or name is None:
+    name = constraints.schedule or ("1f1b" if constraints.warmup is not None else "gpipe")
+    schedule = SCHEDULES.get(name)
+    if not needs_forwards_first(problem) or not isinstance(schedule, Schedule):
         return
     count = constraints.microbatches or _PER_STAGE * problem.cluster.ranks
     try:
-        layout = known.layout([(rank,) for rank in range(problem.cluster.ranks)], constraints.stages_per_device)
-        order = order_of(name, layout=layout, microbatches=count)
+        layout = schedule.layout([(rank,) for rank in range(problem.cluster.ranks)], constraints.stages_per_device)
+        options = options_with_forwards_first(name)
+        order = order_of(name, layout=layout, microbatches=count, options=options)
     except ConfigError:
         return  # it does not suit single devices; the judge asks the order that is made
     check_order(order, problem, schedule=name)

@@ -27,6 +27,7 @@ from lightning_pipe.planner.estimates.balance import Balancer
 from lightning_pipe.planner.estimates.recurrence import Estimator, microbatch_counts
 from lightning_pipe.planner.estimates.stage_costs import StageCostTable
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.heads import needs_forwards_first
 from lightning_pipe.planner.evaluation.resolve import places_of
 from lightning_pipe.planner.memory.settle import squeezed
 from lightning_pipe.planner.problem import Problem
@@ -34,7 +35,13 @@ from lightning_pipe.schedule.construct.device_orders import computes_only
 from lightning_pipe.schedule.construct.layout_shapes import Device
 from lightning_pipe.schedule.formats.text import parse_order
 from lightning_pipe.schedule.formats.torch_csv import layout_of
-from lightning_pipe.schedule.registry import SCHEDULES, TimedSchedule, decides_copies, joined
+from lightning_pipe.schedule.registry import (
+    SCHEDULES,
+    TimedSchedule,
+    decides_copies,
+    joined,
+    options_with_forwards_first,
+)
 
 OUTLINED = ("1f1b", "gpipe")  # schedules that planners look for themselves, one stage per device
 Row: TypeAlias = tuple[Device, ...]
@@ -69,7 +76,8 @@ class Draft:
         stages = stage_plans(problem, self.cuts, self.layout.stages)
         if self.layout.whole:
             stages = tuple(StagePlan(stage.at, stage.ranks, "microbatches") for stage in stages)
-        return Plan(stages, self.microbatches, self.schedule, {}, problem.graph.fingerprint, self.order)
+        options = dict(options_with_forwards_first(self.schedule)) if needs_forwards_first(problem) else {}
+        return Plan(stages, self.microbatches, self.schedule, options, problem.graph.fingerprint, self.order)
 
 
 def asks_for_drafts(problem: Problem) -> bool:

@@ -65,26 +65,25 @@ class BatchHeads:
             PipelineError: if a value cannot be put together from its parts.
         """
         stage, places, batch = self._stages[self._number], self._places(sizes), Samples(0, sum(sizes))
-        contents, parts = stage.give_to_head()
+        inputs, parts = stage.give_to_head()
         for name in [*parts]:
             value = self._split.values[name]
-            contents[name] = yield from self._together(value, parts.pop(name), places, batch)
-        made = stage.run_head(contents, slice_)
+            inputs[name] = yield from self._together(value, parts.pop(name), places, batch)
+        outputs = stage.run_head(inputs, slice_)
         for place in (place for place in places if place.rank == self._transport.rank):
-            taken = stage.wanted_from_head(place.microbatch)
-            cuts = {name: self._part(name, made[name], batch, place.samples) for name in taken}
-            stage.receive(place.microbatch, cuts)
-        return {name: ResultSlice(0, batch, content) for name, content in stage.results_of_head(made).items()}
+            names = stage.wanted_from_head(place.microbatch)
+            stage.receive(place.microbatch, {n: self._part(n, outputs[n], batch, place.samples) for n in names})
+        return {name: ResultSlice(0, batch, content) for name, content in stage.results_of_head(outputs).items()}
 
     def _places(self, sizes: Sequence[int]) -> list[_Place]:
         """List the slices of a batch in the order of its samples."""
-        found = []
+        places = []
         for microbatch, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
             for replica, rank in enumerate(self._layout.stages[self._number]):
-                if own := self._layout.samples(self._number, replica, microbatch, size):
-                    samples = Samples(end - size + own.start, end - size + own.stop)
-                    found.append(_Place(microbatch, rank, samples))
-        return found
+                if part := self._layout.samples(self._number, replica, microbatch, size):
+                    samples = Samples(end - size + part.start, end - size + part.stop)
+                    places.append(_Place(microbatch, rank, samples))
+        return places
 
     def _part(self, name: str, content: Content, batch: Samples, part: Samples) -> Content:
         if not isinstance(content, torch.Tensor):
@@ -92,40 +91,40 @@ class BatchHeads:
         return cut(content, self._split.values[name], local=batch, part=part)
 
     def _together(
-        self, value: Value, own: Mapping[int, Content], places: Sequence[_Place], batch: Samples
+        self, value: Value, local: Mapping[int, Content], places: Sequence[_Place], batch: Samples
     ) -> Walk[Content]:
         """Return the content of a value for the batch from this rank's, by micro-batch, and those of its replicas."""
         if value.batch_dim is None and value.combine == "same":
             places = [place._replace(samples=batch) for place in places[:1]]
-        tensors = {(m, self._transport.rank): to_tensor(c, device=self._device) for m, c in own.items()}
+        tensors = {(m, self._transport.rank): to_tensor(c, device=self._device) for m, c in local.items()}
         if len(self._layout.stages[self._number]) > 1:
             tensors = yield from self._exchanged(value, tensors, places)
         parts = [(place.samples, tensors[place.microbatch, place.rank]) for place in places]
         return from_tensor(join(parts, value, local=batch), value)
 
     def _exchanged(
-        self, value: Value, own: Mapping[tuple[int, int], torch.Tensor], places: Sequence[_Place]
+        self, value: Value, local: Mapping[tuple[int, int], torch.Tensor], places: Sequence[_Place]
     ) -> Walk[dict[tuple[int, int], torch.Tensor]]:
-        """Return the contents of a value of all replicas, this rank's too in the memory order in which they travel."""
+        """Return the contents of a value on all replicas, those of this rank too in the memory order of messages."""
         dtype, group = value.dtype or torch.int64, stage_group(self._number, self._layout)
         flats: dict[int, torch.Tensor] = {}
         for rank in dict.fromkeys(place.rank for place in places):
-            theirs = [place for place in places if place.rank == rank]
+            slices = [place for place in places if place.rank == rank]
             if rank == self._transport.rank:
-                contents = [self._checked(value, own[place.microbatch, rank], place, places) for place in theirs]
+                contents = [self._checked(value, local[place.microbatch, rank], place, places) for place in slices]
                 flats[rank] = torch.cat([content.reshape(-1) for content in contents])
             else:
-                count = sum(math.prod(_shape(value, place, places)) for place in theirs)
+                count = sum(math.prod(_shape(value, place)) for place in slices)
                 flats[rank] = torch.empty(count, dtype=dtype, device=self._device)
         full = [(rank, flat) for rank, flat in flats.items() if flat.numel()]
         for handle in [self._transport.broadcast(flat, source=rank, group=group) for rank, flat in full]:
             yield Wait(handle, Head())
-        found: dict[tuple[int, int], torch.Tensor] = {}
+        tensors: dict[tuple[int, int], torch.Tensor] = {}
         for place in places:
             shape = _shape(value, place, places)
-            found[place.microbatch, place.rank] = flats[place.rank][: math.prod(shape)].view(shape)
+            tensors[place.microbatch, place.rank] = flats[place.rank][: math.prod(shape)].view(shape)
             flats[place.rank] = flats[place.rank][math.prod(shape) :]
-        return found
+        return tensors
 
     def _checked(self, value: Value, content: torch.Tensor, place: _Place, places: Sequence[_Place]) -> torch.Tensor:
         """Return a content if it has the size and the type that other replicas expect."""
