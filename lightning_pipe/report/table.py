@@ -108,11 +108,13 @@ def idle_stages(plan: Plan, graph: Graph) -> tuple[int, ...]:
 
 def _headline(plan: Plan, graph: Graph) -> str:
     options = "".join(f", {name} {_shortened(str(value))}" for name, value in plan.options.items())
-    batch = f"{graph.samples} samples in {counted_noun(plan.microbatches, 'micro-batch')}"
+    ranks = len(plan.stages[0].ranks)
     if len(plan.stages) == 1:
-        ranks = len(plan.stages[0].ranks)
-        return f"data parallel on {ranks} ranks: {batch}" if ranks > 1 else f"one device: {batch}"
-    return "\n".join(filter(None, (f"{plan.schedule}{options}: {batch}", head_sentence(graph, graph.samples))))
+        kind = f"data parallel on {ranks} ranks" if ranks > 1 else "one device"
+    else:
+        kind = f"{plan.schedule}{options}"
+    batch = f"{graph.samples} samples in {counted_noun(plan.microbatches, 'micro-batch')}"
+    return "\n".join(filter(None, (f"{kind}: {batch}", head_sentence(graph, graph.samples))))
 
 
 def _shortened(numbers: str) -> str:

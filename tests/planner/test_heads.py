@@ -106,7 +106,9 @@ def test_the_head_takes_time_and_memory():
     last = with_head.curves[1].peak_total_bytes - without.curves[1].peak_total_bytes
     assert last >= HEAD.size(16)
     assert with_head.curves[0].peak_total_bytes == without.curves[0].peak_total_bytes
-    assert "train.py:41" in plan_table(with_head.plan, found_graph(HEAD))
+    alone = propose(problem(1, Constraints(4)), "uniform")[0]
+    for judged in (with_head, alone):
+        assert plan_table(judged.plan, found_graph(HEAD)).count("train.py:41 in training_step") == 1
 
 
 def plan_of(head: HeadWork | None):
