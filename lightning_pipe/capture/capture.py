@@ -163,6 +163,8 @@ class Capture:
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
+        if self.traced is not None:
+            return ()
         return state_by_parts(self.joint, self.flow)
 
     def told(self) -> str:

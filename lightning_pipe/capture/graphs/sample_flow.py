@@ -110,7 +110,7 @@ def follow(joint: JointGraph) -> Flow:
 def leading_to(names: Iterable[str | None], joint: JointGraph) -> set[str]:
     """Name the nodes from which these are computed, and these."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    pending, found = [nodes[name] for name in names if name is not None], set[str]()
+    pending, found = [nodes[name] for name in names if name in nodes], set[str]()
     while pending:
         node = pending.pop()
         if node.name not in found:

@@ -50,6 +50,8 @@ class Derived:
     name: str
     half: Half
     line: str
+    state: str = ""
+    has_parts: bool = True
 
     def of(self, values: Mapping[str, Any], samples: int) -> Any:
         """Return the result of a batch from the sources of that batch."""

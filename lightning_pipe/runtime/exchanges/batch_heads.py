@@ -114,7 +114,7 @@ class BatchHeads:
                 contents = [self._checked(value, local[place.microbatch, rank], place, places) for place in slices]
                 flats[rank] = torch.cat([content.reshape(-1) for content in contents])
             else:
-                count = sum(math.prod(_shape(value, place)) for place in slices)
+                count = sum(math.prod(_shape(value, place, places)) for place in slices)
                 flats[rank] = torch.empty(count, dtype=dtype, device=self._device)
         full = [(rank, flat) for rank, flat in flats.items() if flat.numel()]
         for handle in [self._transport.broadcast(flat, source=rank, group=group) for rank, flat in full]:

@@ -221,7 +221,7 @@ class Runner:
     ) -> None:
         """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
         loss = captured.capture.record.loss
-        derived = next((one for one in captured.capture.derived if one.name == loss), None)
+        derived = next((one for one in captured.capture.derived if one.name == loss and one.has_parts), None)
         if self._bent or captured.differs:
             return
         if bent:
