@@ -452,7 +452,14 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
         raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
     split_input_and_weight_gradients(joint)
     joint = with_own_gradients(joint)
-    step = sliced(joint, samples=samples, total=request.total, batch_dim=request.batch_dim, device=request.device)
+    step = sliced(
+        joint,
+        samples=samples,
+        total=request.total,
+        batch_dim=request.batch_dim,
+        device=request.device,
+        whole_batch=request.whole_batch,
+    )
     if isinstance(step, str):
         return None
     kinds, aliases = classify(step.joint), canonical_names(request.module)

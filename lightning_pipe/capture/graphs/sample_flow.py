@@ -184,7 +184,7 @@ def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ..
 
 
 def _size_in_batch(meta: Any, joint: JointGraph) -> Callable[[int, int], tuple[int, ...]] | None:
-    """Return the shape of a value as a function of its samples and of those of the batch; None if these do not matter."""
+    """Return a shape as a function of the samples of the value and of the batch; None if the latter do not matter."""
     sizes: tuple[Any, ...] = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
     symbols = {symbol for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols}
     if joint.batch_symbol is None or joint.batch_symbol not in symbols:

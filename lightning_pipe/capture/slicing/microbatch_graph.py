@@ -252,7 +252,7 @@ class MicrobatchGraph:
         if cut.arguments is not None and cut.divisor is None:
             value = node.meta["val"]
             shape = [*(value[0] if isinstance(value, tuple | list) else value).shape]
-            for name, argument in cut.arguments(self.symbol).items():  # type: ignore[arg-type]  # it only computes
+            for name, argument in cut.arguments(self.symbol).items():  # it only computes
                 changed[name] = self._size_list(argument, shape)
         for name in cut.after_first:
             changed[name] = self._size(operation.argument(name) * self.symbol / self.total)
@@ -510,7 +510,7 @@ class MicrobatchGraph:
         else:
 
             def argument(source: fx.Node) -> Any:
-                value = source.meta.get("val")
+                value: Any = source.meta.get("val")
                 is_size = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
                 return self._size(value.node.expr) if is_size else self.local(source)
 

@@ -93,13 +93,14 @@ class ValuesOfBatch:
 
     def _laid_out(self, value: Any, rows: Rows | None, samples: int) -> torch.Tensor:
         """Put the samples of a value that is cut where tensors of the batch have theirs."""
-        if rows is None:
-            return value
-        return rows.blocks(value, samples)[(None,) * self.batch_dim]
+        tensor: torch.Tensor = value if rows is None else rows.blocks(value, samples)[(None,) * self.batch_dim]
+        return tensor
 
 
-def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device) -> SlicedStep | str:
-    """Return a step as micro-batches run it; where all samples are needed before a gradient, the line at which.
+def sliced(
+    joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device, whole_batch: str = "auto"
+) -> SlicedStep | str:
+    """Return a step as micro-batches run it; the line at which it needs all samples, where it is not to be cut there.
 
     Args:
         joint: the graph of the batch, or of any number of samples.
@@ -107,9 +108,12 @@ def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, devic
         total: samples of the batch.
         batch_dim: dimension of the samples in tensors of the batch.
         device: where results are made.
+        whole_batch: what happens where gradients need all samples, as the option says.
     """
-    whole = of_whole_batch(joint)
-    slicing = Slicing(whole, total, batch_dim=batch_dim)
+    slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim)
+    in_middle = next((node for node in slicing.head if slicing.is_layer(node)), None)
+    if slicing.has_barrier and (whole_batch == "by_microbatch" or (in_middle and whole_batch == "auto")):
+        return line_of(slicing.head[0])
     try:
         return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
     except WaitsForAllError as late:
@@ -124,14 +128,14 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     results = {name: after.result(name) for name in dict.fromkeys(whole.results)}
     loss = None if whole.loss is None else after.loss(whole.loss)
     roles: dict[str, Role] = {}
-    mutations = {}
+    mutations: dict[str, fx.Node] = {}
     for state, new in whole.mutations.items():
         once = build.once(new)
         placement = slicing.placements[build.nodes[new]]
         if once is not None:
             mutations[state] = once
         elif placement is LOCAL:
-            mutations[state] = build.part(new)
+            mutations[state] = build.local(by_name[new])
         elif placement is TERMS:
             mutations[state] = build.mean(new)
             roles[mutations[state].name] = "mean"

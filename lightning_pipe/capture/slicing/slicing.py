@@ -1,9 +1,10 @@
 """How micro-batches hold every value of a graph, and what has to wait for all of them.
 
 Every operator is cut in the way that waits least (`rules`). Its level is the number of barriers before it. What depends
-on the batch, buffers, constants and random numbers of no tensor alone is *of the batch*: it is evaluated where the batch
-is loaded, so its barriers are free. Law: if nothing that micro-batches make on the way to a gradient has a level, a micro-batch runs forward and
-backward before the next one begins. Else the *head* runs once: after all forwards, before the backwards that read it.
+on the batch, buffers, constants and random numbers of no tensor alone is *of the batch*: it is evaluated where the
+batch is loaded, so its barriers are free. Law: if nothing that micro-batches make on the way to a gradient has a level,
+a micro-batch runs forward and backward before the next one begins. Else the *head* runs once: after all forwards,
+before the backwards that read it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_pipe.capture.slicing.loss_rules import cut_terms
 from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
 from lightning_pipe.capture.slicing.rules import resized, rule_of
-from lightning_pipe.capture.torch_private import is_backward
+from lightning_pipe.capture.torch_private import is_backward, operator_name
 
 CONSTANTS = ("full", "zeros", "ones", "empty")
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "convolution", "convolution_backward"])
@@ -119,7 +120,8 @@ class Slicing:
 
     def number(self, size: Any) -> int:
         """Return a size at the number of samples of the batch."""
-        return self._sizes.number(size, self.samples)
+        number: int = self._sizes.number(size, self.samples)
+        return number
 
     def _place(self, operation: BatchOperation) -> None:
         """Choose of an operator's cuts the one that waits least; the earlier of equals."""
@@ -226,6 +228,11 @@ class Slicing:
                 if is_made and (self.levels[source] or self.placements[source] is LOCAL):
                     late.add(source.all_input_nodes[0] if takes_output(source) else source)
         return late
+
+    def is_layer(self, node: fx.Node) -> bool:
+        """Return whether a forward operation is a product with weights."""
+        is_product = operator_name(node) in _PRODUCTS and not is_backward(node)
+        return is_product and not self._weights.isdisjoint(node.all_input_nodes)
 
     def makes(self, node: fx.Node) -> bool:
         """Return whether every micro-batch makes a value."""

@@ -214,6 +214,7 @@ class SizeOfBatch:
         self._known: dict[tuple[int, int], int | float] = {}
 
     def __call__(self, samples: int, key: RandomKey | None) -> int | float:
+        """Return the number for so many samples of a batch that the key tells of."""
         return self.at(samples, 0 if key is None else key.batch_samples)
 
     def at(self, samples: int, batch_samples: int = 0) -> int | float:

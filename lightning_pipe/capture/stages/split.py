@@ -223,7 +223,8 @@ class Splitter:
         if policy.backward is None and weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
             along = {n: dim for n, dim in self._joining.along.items() if n in weight_grad.inputs}
             weight_grad = replace(weight_grad, along=along)
-        halves = [h for h in (forward, input_grad, weight_grad, head and head.half) if h is not None]
+        of_head = None if head is None else head.half
+        halves = [h for h in (forward, input_grad, weight_grad, of_head) if h is not None]
         read = {n for h in halves for n in h.inputs}
         return StageProgram(
             stage=stage,

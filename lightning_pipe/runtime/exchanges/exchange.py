@@ -223,7 +223,8 @@ class Exchange:
             match end:
                 case Send(message):
                     names = self._stages[message.source].program.sends[message.direction, message.target]
-                    self._post(end, self._buffers(names, len(message.samples))[1])
+                    of = self._batch_of(message.microbatch)
+                    self._post(end, self._buffers(names, len(message.samples), of=of)[1])
                 case Recv():
                     self.receive(end)
         yield from self.finish_sends()

@@ -110,7 +110,8 @@ def _of_batch(
         contents = [result[name] for result in results]
         tensors = [content for content in contents if isinstance(content, torch.Tensor)]
         if name == captured.record.loss:
-            batch[name] = sum(t.double() * weight for t, weight in zip(tensors, weights, strict=True)).to(tensors[0])
+            terms = [t.double() * weight for t, weight in zip(tensors, weights, strict=True)]
+            batch[name] = torch.stack(terms).sum(0).to(tensors[0])
         elif len(tensors) == len(sizes):
             parts = [(Samples(end - n, end), t) for t, n, end in zip(tensors, sizes, ends, strict=True)]
             value = values[name]
