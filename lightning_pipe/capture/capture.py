@@ -35,6 +35,7 @@ from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.loss_calls import loss_calls
 from lightning_pipe.capture.recording.unit_state import tensors_in
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
@@ -50,7 +51,7 @@ from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, Rand
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
-from lightning_pipe.capture.weighing.derived_results import Derived, graph_of_batch, with_sources
+from lightning_pipe.capture.weighing.derived_results import graph_of_batch, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.capture.weighing.unproven_results import (

@@ -22,11 +22,11 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import Said
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy

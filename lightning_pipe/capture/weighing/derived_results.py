@@ -15,9 +15,8 @@ slices make of it. So does the loss, where samples meet in it: it is made as its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
