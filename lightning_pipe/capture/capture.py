@@ -121,6 +121,11 @@ class Capture:
         return "" if self.variants is not None else self.joint.identity
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether micro-batches make the loss and the gradients of the batch, but for batch statistics."""
+        return self.traced is not None
+
+    @property
     def is_sliceable(self) -> bool:
         """Return whether replicas of a stage may share the samples of a micro-batch."""
         return not self.whole

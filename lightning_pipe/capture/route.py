@@ -121,6 +121,11 @@ class Route(Protocol):
         ...
 
     @property
+    def is_exact(self) -> bool:
+        """Return whether micro-batches make the loss and the gradients of the batch, but for batch statistics."""
+        ...
+
+    @property
     def is_sliceable(self) -> bool:
         """Return whether replicas of a stage may share the samples of a micro-batch."""
         ...

@@ -107,7 +107,8 @@ class Pipeline:
     @property
     def is_measured(self) -> bool:
         """Return whether it was measured, and said, what micro-batches change."""
-        return self._preparation.role is not None
+        first = self._preparation.first
+        return self._preparation.role is not None or (first is not None and first.is_exact)
 
     @property
     def proposal(self) -> Planned | None:

@@ -76,6 +76,7 @@ class Replay:
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
     identity: ClassVar[str] = ""
+    is_exact: ClassVar[bool] = False
     is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
