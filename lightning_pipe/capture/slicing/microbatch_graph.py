@@ -21,10 +21,10 @@ from torch import fx
 
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.operators import Trait, is_random, takes_output, traits
+from lightning_pipe.capture.slicing.microbatch_sizes import MicrobatchSizes
 from lightning_pipe.capture.slicing.operation import SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing
-from lightning_pipe.capture.steps.stage_program import memory_order
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
 _aten = torch.ops.aten
@@ -89,7 +89,7 @@ class MicrobatchGraph:
     """
 
     def __init__(self, slicing: Slicing, *, samples: int, batch_dim: int) -> None:
-        self._slicing, self._samples, self._batch_dim = slicing, samples, batch_dim
+        self._slicing, self._batch_dim = slicing, batch_dim
         self._whole = slicing.joint
         self.graph = fx.Graph()
         self.placements: dict[str, Placement] = {}
@@ -99,14 +99,14 @@ class MicrobatchGraph:
         self._locals: dict[fx.Node, fx.Node] = {}
         self._converted: dict[tuple[fx.Node, Any], fx.Node] = {}
         self._sizes: dict[sympy.Basic, fx.Node] = {}
-        self._known_sizes: dict[sympy.Basic, Any] = {}
         self._numbers: dict[Rows, fx.Node] = {}
         self.nodes = {node.name: node for node in self._whole.module.graph.nodes}
         leaves = [node for node in self.nodes.values() if node.name in self._whole.leaves]
         self._a_leaf = next(leaf for leaf in leaves if slicing.makes(leaf))
         self._mode = self._a_leaf.meta["val"].fake_mode
-        self.total = self._new_symbol("samples_of_batch")
-        self.symbol: sympy.Symbol = self._whole.symbol or self._new_symbol("samples_of_microbatch")
+        leaf_value, total = self._a_leaf.meta["val"], slicing.samples
+        self._forms = MicrobatchSizes(leaf_value, self._whole.symbol, samples=samples, batch_samples=total)
+        self.symbol, self.total = self._forms.symbol, self._forms.total
         self._here: fx.Node = self._a_leaf  # whose place an inserted operation takes
         self._varying = self._find_varying()
         for node in filter(is_random, slicing.operations):
@@ -114,14 +114,6 @@ class MicrobatchGraph:
                 node.meta["of_batch"] = True  # all micro-batches draw the same
         self._copy_inputs()
         self._copy_operations()
-
-    def _new_symbol(self, name: str) -> sympy.Symbol:
-        dynamic: Any = private.StatelessSymbolicContext(dynamic_sizes=[private.DimDynamic.DYNAMIC])
-        known = torch.empty([max(2, self._slicing.samples)], device="meta")
-        source = private.ConstantSource(name)
-        size: Any = self._mode.from_tensor(known, source=source, symbolic_context=dynamic).shape[0]
-        symbol: sympy.Symbol = private.own_symbol(size)
-        return symbol
 
     def _find_varying(self) -> frozenset[fx.Node]:
         """Return what is of the batch alone and differs between batches."""
@@ -154,23 +146,9 @@ class MicrobatchGraph:
             leaf = next(iter(self._copies.values()))
             with self.graph.inserting_after(self._inputs_end):
                 node = self.graph.call_function(_aten.sym_size.int, (leaf, self._batch_dim))
-            env, hint = self._mode.shape_env, self._at_capture(expression)
-            is_whole = bool(expression.is_integer)
-            make = env.create_symintnode if is_whole else env.create_symfloatnode
-            node.meta["val"] = make(expression, hint=int(hint) if is_whole else float(hint))
+            node.meta["val"] = self._forms.number_of(expression)
             self._sizes[expression] = node
         return self._sizes[expression]
-
-    def _at_capture(self, expression: Any) -> Any:
-        return expression.xreplace(
-            {self.symbol: sympy.Integer(self._samples), self.total: sympy.Integer(self._slicing.samples)}
-        )
-
-    def _of_batch(self, value: Any) -> Any:
-        """Return a size of the traced graph as an expression in which samples are those of the batch."""
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return value.node.expr.xreplace({self.symbol: self.total})
-        return value
 
     @property
     def _share(self) -> Any:
@@ -185,7 +163,7 @@ class MicrobatchGraph:
                 copy = self._copies[node] = self.graph.node_copy(node)
                 self._inputs_end = copy
                 placement = self._slicing.placements[node]
-                copy.meta["val"] = self._described(node.meta.get("val"), placement)
+                copy.meta["val"] = self._forms.described(node.meta.get("val"), placement)
                 self._note(copy, placement)
 
     def _copy_operations(self) -> None:
@@ -220,7 +198,7 @@ class MicrobatchGraph:
 
     def _copy(self, node: fx.Node, args: Any, kwargs: Any, placement: Placements) -> fx.Node:
         copy = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
-        copy.meta = {**node.meta, "val": self._described(node.meta.get("val"), placement)}
+        copy.meta = {**node.meta, "val": self._forms.described(node.meta.get("val"), placement)}
         self._note(copy, placement)
         return copy
 
@@ -239,7 +217,7 @@ class MicrobatchGraph:
         def converted(source: fx.Node) -> Any:
             value = source.meta.get("val")
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                return self._size(self._of_batch(value))
+                return self._size(self._forms.of_batch(value))
             wanted = cut.operands[source]
             return self._in_microbatch(source, wanted) if source in cut.places else self.value(source, wanted)
 
@@ -264,7 +242,7 @@ class MicrobatchGraph:
             return self._size(argument)
         is_shape = len(argument) == len(shape)
         return [
-            self._size(self._of_batch(shape[at]) if is_shape and isinstance(size, int) else size)
+            self._size(self._forms.of_batch(shape[at]) if is_shape and isinstance(size, int) else size)
             for at, size in enumerate(argument)
         ]
 
@@ -319,13 +297,13 @@ class MicrobatchGraph:
         node.meta = {key: source.meta[key] for key in _KNOWN if key in source.meta}
         self.batch_values.append(BatchValue(node.name, source.name, rows))
         if rows is None:
-            node.meta["val"] = self._described(source.meta["val"], WHOLE)
+            node.meta["val"] = self._forms.described(source.meta["val"], WHOLE)
             self._note(node, WHOLE)
             return node
-        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
         blocks = [self.symbol, *shape[: rows.dim], rows.outer, rows.per_sample, *shape[rows.dim + 1 :]]
         blocks = [*[1] * self._batch_dim, *blocks]
-        node.meta["val"] = self._new(source.meta["val"], blocks)
+        node.meta["val"] = self._forms.new(source.meta["val"], blocks)
         self._note(node, Rows(self._batch_dim))
         return self._laid_out(node, source, rows, lead=self._batch_dim)
 
@@ -339,18 +317,18 @@ class MicrobatchGraph:
         self.head_outputs.append(HeadOutput(node.name, source.name, rows))
         if rows is None or rows.outer == 1:
             placement: Placement = WHOLE if rows is None else rows
-            node.meta["val"] = self._described(source.meta["val"], placement)
+            node.meta["val"] = self._forms.described(source.meta["val"], placement)
             self._note(node, placement)
             return node
-        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
         blocks = [self.symbol, *shape[: rows.dim], rows.outer, rows.per_sample, *shape[rows.dim + 1 :]]
-        node.meta["val"] = self._new(source.meta["val"], blocks)
+        node.meta["val"] = self._forms.new(source.meta["val"], blocks)
         self._note(node, Rows(0))
         return self._laid_out(node, source, rows, lead=0)
 
     def _laid_out(self, node: fx.Node, source: fx.Node, rows: Rows, *, lead: int) -> fx.Node:
         """Put rows that lie in the first dimension where an operator wants them."""
-        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
         dim = rows.dim
         order = [*range(lead + 1, lead + dim + 2), lead, *range(lead + dim + 2, lead + len(shape) + 2)]
         sizes = [*shape[:dim], rows.outer * self.symbol * rows.per_sample, *shape[dim + 1 :]]
@@ -358,17 +336,17 @@ class MicrobatchGraph:
         with self._mode:
             permuted.meta["val"] = node.meta["val"].permute([*range(lead), *order])
         placed = self._insert(_aten.reshape.default, (permuted, [*map(self._size, sizes)]), like=self._here)
-        placed.meta["val"] = self._new(source.meta["val"], sizes)
+        placed.meta["val"] = self._forms.new(source.meta["val"], sizes)
         self._note(placed, rows)
         return placed
 
     def _constant(self, source: fx.Node, rows: Rows) -> fx.Node:
         """Return as many rows of a constant as a micro-batch has."""
-        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
         shape[rows.dim] = rows.outer * self.symbol * rows.per_sample
         made = self._insert(source.target, ([*map(self._size, shape)], *source.args[1:]), like=self._here)
         made.kwargs = source.kwargs
-        made.meta["val"] = self._new(source.meta["val"], shape)
+        made.meta["val"] = self._forms.new(source.meta["val"], shape)
         self._note(made, rows)
         return made
 
@@ -377,9 +355,9 @@ class MicrobatchGraph:
         places = self._places(rows)
         args = (self._copies[source], rows.dim, places)
         picked = self._insert(_aten.index_select.default, args, like=self._here)
-        shape = [*map(self._of_batch, source.meta["val"].shape)]
+        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
         shape[rows.dim] = rows.outer * self.symbol * rows.per_sample
-        picked.meta["val"] = self._new(source.meta["val"], shape)
+        picked.meta["val"] = self._forms.new(source.meta["val"], shape)
         self._note(picked, rows)
         return picked
 
@@ -422,11 +400,11 @@ class MicrobatchGraph:
     def _among_zeros(self, node: fx.Node, rows: Rows) -> fx.Node:
         """Return rows in their places among zeros, so that those of micro-batches add up to the value."""
         copy, value = self._copies[node], node.meta["val"]
-        shape = [*map(self._of_batch, value.shape)]
+        shape = [*map(self._forms.of_batch, value.shape)]
         zeros = self._insert(_aten.full.default, ([*map(self._size, shape)], 0), like=node)
         zeros.kwargs = {"dtype": value.dtype, "device": value.device}
         placed = self._insert(_aten.index_add.default, (zeros, rows.dim, self._places(rows), copy), like=node)
-        zeros.meta["val"] = placed.meta["val"] = self._new(value, shape)
+        zeros.meta["val"] = placed.meta["val"] = self._forms.new(value, shape)
         self._note(zeros, WHOLE)
         self._note(placed, TERMS)
         return placed
@@ -485,11 +463,11 @@ class MicrobatchGraph:
         dim, more = rows.dim, len(shape) + 2
         sizes = [*shape[:dim], rows.outer, self.symbol, rows.per_sample, *shape[dim + 1 :]]
         blocks = self._insert(_aten.reshape.default, (part, [*map(self._size, sizes)]), like=part)
-        blocks.meta["val"] = self._new(part.meta["val"], sizes)
+        blocks.meta["val"] = self._forms.new(part.meta["val"], sizes)
         order = [dim + 1, *range(dim + 1), *range(dim + 2, more)]
         first = self._insert(_aten.permute.default, (blocks, order), like=part)
         copy = self._insert(_aten.clone.default, (first,), like=part)
-        first.meta["val"] = copy.meta["val"] = self._new(part.meta["val"], [sizes[at] for at in order])
+        first.meta["val"] = copy.meta["val"] = self._forms.new(part.meta["val"], [sizes[at] for at in order])
         for node in (first, copy):
             self._note(node, Rows(0))
         return copy
@@ -519,47 +497,3 @@ class MicrobatchGraph:
         copy.meta = dict(node.meta)
         self._note(copy, LOCAL)
         return copy
-
-    # What is known of a value
-
-    def _described(self, value: Any, placement: Placements) -> Any:
-        """Return a value without its content, for the samples of a micro-batch where it has their rows."""
-        if isinstance(value, tuple | list):
-            several = placement if isinstance(placement, tuple) else (placement,) * len(value)
-            return type(value)(self._described(item, held) for item, held in zip(value, several, strict=True))
-        if not isinstance(value, torch.Tensor):
-            return value
-        rows = placement if isinstance(placement, Rows) else None
-        others = [size for dim, size in enumerate(value.shape) if rows is None or dim != rows.dim]
-        has_batch = any(isinstance(size, torch.SymInt) for size in others) and placement is not LOCAL
-        if not has_batch and (rows is None or isinstance(value.shape[rows.dim], torch.SymInt)):
-            return value
-        shape = [self._of_batch(size) for size in value.shape]
-        if rows is not None:
-            shape[rows.dim] = rows.outer * self.symbol * rows.per_sample
-        return self._new(value, shape)
-
-    def _new(self, like: torch.Tensor, shape: list[Any]) -> torch.Tensor:
-        """Return a fake tensor of this shape, whose dimensions lie in memory in the order of another one's."""
-        order: Any = [*range(len(shape))]
-        if len(shape) == like.dim():
-            order = memory_order([self._at_capture_of(stride) for stride in like.stride()]) or order
-        strides: list[Any] = [0] * len(shape)
-        step: Any = sympy.Integer(1)
-        for dim in reversed(order):
-            strides[dim], step = step, step * shape[dim]
-        with self._mode:
-            sizes = [[*map(self._symbolic, numbers)] for numbers in (shape, strides)]
-            return torch.empty_strided(*sizes, dtype=like.dtype, device=like.device)
-
-    def _at_capture_of(self, stride: Any) -> int:
-        return stride if isinstance(stride, int) else int(self._at_capture(self._of_batch(stride)))
-
-    def _symbolic(self, expression: Any) -> Any:
-        expression = sympy.sympify(expression)
-        if expression.is_Integer:
-            return int(expression)
-        if expression not in self._known_sizes:
-            hint = int(self._at_capture(expression))
-            self._known_sizes[expression] = self._mode.shape_env.create_symintnode(expression, hint=hint)
-        return self._known_sizes[expression]
