@@ -185,6 +185,7 @@ class Head:
     def __init__(self, slicing: Slicing, build: MicrobatchGraph) -> None:
         self._slicing, self._build = slicing, build
         self._sources: dict[fx.Node, tuple[fx.Node, Rows | None]] = {}
+        self._operations: list[fx.Node] = []
         pending = [build.nodes[output.source] for output in build.head_outputs]
         seen = {*pending}
         while pending:
@@ -195,6 +196,7 @@ class Head:
             elif slicing.makes(node) and slicing.levels[node]:
                 raise WaitsForAllError(node)
             else:
+                self._operations.append(node)
                 new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
                 seen.update(new)
                 pending += new
@@ -222,13 +224,14 @@ class Head:
         """Return what planners see of it; None if nothing needs all samples."""
         if not self._build.head_outputs:
             return None
-        slicing, first = self._slicing, self._slicing.head[0]
+        slicing = self._slicing
+        first = (*slicing.head, self._build.nodes[self._build.head_outputs[0].source])[0]
         rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
         others = [node for node in self._sources if node not in rows and node.op == "call_function"]
         sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}
         per_sample = sum(sizes[node] * node.meta["val"].element_size() for node in rows) / slicing.samples
         fixed = sum(sizes[node] * node.meta["val"].element_size() for node in others)
-        touched = sum(_bytes(node, slicing) for node in slicing.head)
+        touched = sum(_bytes(node, slicing) for node in self._operations)
         return HeadWork(line_of(first), str(first.target), per_sample, fixed, touched_bytes=touched)
 
 
