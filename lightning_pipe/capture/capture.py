@@ -33,7 +33,7 @@ from lightning_pipe.capture.graphs.variants import Variants, is_fixed
 from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.recording.loss_calls import loss_calls
+from lightning_pipe.capture.recording.unit_loss import loss_calls
 from lightning_pipe.capture.recording.unit_state import tensors_in
 from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced

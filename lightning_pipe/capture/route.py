@@ -22,6 +22,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import Said
+from lightning_pipe.capture.recording.units import Head
 from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
@@ -49,6 +50,11 @@ class Plays(Protocol):
     @property
     def combining(self) -> Said:
         """Return how what the step returns, logs or gives to metrics is combined."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """Return what is run once per batch: "holds", "speaks" or ""."""
         ...
 
     def cut(self, sizes: tuple[int, ...]) -> None:

@@ -219,6 +219,11 @@ def is_forwards_first(order: CopyingOrder) -> bool:
     return all("F" not in kinds[kinds.count("F") :] for kinds in lines)
 
 
+def forwards_first(order: CopyingOrder) -> CopyingOrder:
+    """Return an order with the forwards of every rank before all else, which stays in its order."""
+    return tuple(tuple(sorted(line, key=lambda x: not (isinstance(x, Compute) and x.kind == "F"))) for line in order)
+
+
 def stands_last(milestone: Milestone, program: Program) -> bool:
     """Return whether a milestone stands behind all sums of its ranks, and not before them.
 

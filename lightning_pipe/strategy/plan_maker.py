@@ -388,7 +388,8 @@ class PlanMaker:
         """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
         parts = self._cuts.parts(captured.capture, sum(sizes))
-        if len(parts) <= 1 or captured.capture.is_exact:
+        has_head = captured.capture.plays is not None and captured.capture.plays.head
+        if len(parts) <= 1 or captured.capture.is_exact or has_head:
             return True
         control = self._links.control
         try:

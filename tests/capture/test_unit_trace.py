@@ -369,7 +369,7 @@ def test_a_unit_is_opened_if_glue_reads_what_it_keeps_in_an_attribute():
     assert [u.path for u in trace.units] == ["a", "block.inside", "c"]
     assert reads(trace) == [leaf(0), unit(0), unit(0, 1) | gate]
     assert trace.tail == unit(0, 2) | leaf(1) | gate
-    assert trace.whole == "what it keeps in self.block.gate.balance depends on the samples"
+    assert trace.head == "holds"  # which keeps it once per batch
     assert not hasattr(module.block.gate, "balance")
 
 

@@ -1,4 +1,4 @@
-"""A loss that micro-batches cannot make: whole batches are taken where the planner may say so, else it is an error."""
+"""A loss that micro-batches cannot make is made of all samples, wherever the step is replayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ranks.world import Raised, World
+from ranks.world import World
 from strategy.fits import Losses, checked, make_trainer
 
 SLOW = """
@@ -79,29 +79,20 @@ def trained(
     return losses.losses, [*(str(one.message) for one in caught), *(one.getMessage() for one in logged.buffer)]
 
 
-@pytest.mark.parametrize(("layout", "alike"), [("1-1", False), ("1-1", True), ("2", True)])
-def test_batches_stay_whole_where_the_planner_would_cut_them(layout: str, alike: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "alike", "asked"), [("1-1", False, True), ("1-1", True, False), ("2", True, False), ("2", False, True)]
+)
+def test_a_mean_over_selected_samples_is_that_of_the_batch(
+    layout: str, alike: bool, asked: bool, tmp_path: Path
+) -> None:
+    """Micro-batches divide by what they select: the batch was weighed wrongly, or stayed whole, or was refused."""
     path = tmp_path / "cluster.yaml"
     path.write_text(SLOW)
     expected, _ = trained(None, alike)
-    told = World(2).run(trained, {"layout": layout, "cluster": str(path), "planner": "auto"}, alike)
-    for losses, _ in told:
+    cuts = {"microbatches": 2, "schedule": "gpipe"} if asked else {"cluster": str(path), "planner": "auto"}
+    for losses, told in World(2).run(trained, {"layout": layout, **cuts}, alike):
         assert losses == pytest.approx(expected, rel=1e-9)
-    (said,) = [text for text in told[0][1] if "takes whole batches" in text]
-    assert "since its loss" in said and ("from now on" in said) == alike
-
-
-def test_a_number_of_micro_batches_that_the_user_wants_is_not_changed_without_a_word() -> None:
-    for result in World(2).results(trained, {"layout": "1-1", "microbatches": 2}):
-        assert isinstance(result, Raised) and result.kind == "CutLossError", result
-        assert "which a replayed step cannot weigh. Set microbatches=1" in result.text
-
-
-@pytest.mark.parametrize("layout", ["1-1", "2"])
-def test_a_later_batch_that_is_weighed_wrongly_is_told_whoever_computes_its_parts(layout: str) -> None:
-    """A replica that computes one of two micro-batches saw nothing that it could have compared."""
-    (_, told), _ = World(2).run(trained, {"layout": layout, "microbatches": 2}, True)
-    assert sum("weigh by their samples" in text for text in told) == 1
+        assert not [text for text in told if "whole batches" in text or "weigh by their samples" in text], told
 
 
 def test_what_has_no_part_in_the_loss_does_not_keep_batches_whole(tmp_path: Path) -> None:

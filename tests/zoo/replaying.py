@@ -11,14 +11,17 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_pipe.capture import Request, flatten
+from lightning_pipe.capture.recording.unit_inputs import joined
 from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.module_scope import keyed, seed
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.torch_private import checkpoint_only
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -31,6 +34,7 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import SCHEDULES, order_of
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.rules import forwards_first
 from lightning_pipe.schedule.verification.verify import verify
 
 CPU = torch.device("cpu")
@@ -83,7 +87,7 @@ def recomputing_all(graph: Graph, cuts: tuple[int, ...]) -> tuple[ActivationPoli
 def run_replayed(
     found: Replayed, *, ranks: int, schedule: str, cuts: tuple[int, ...], recompute: bool = False
 ) -> Outcome:
-    """Return the losses by micro-batch, and the gradients by name."""
+    """Return the losses by micro-batch (one, where a head makes it), and the gradients by name."""
     devices = [(rank,) for rank in range(ranks)]
     layout = SCHEDULES[schedule].layout(devices, (len(cuts) + 1) // ranks)
     modules = [copy.deepcopy(found.module) for _ in range(ranks)]
@@ -91,6 +95,10 @@ def run_replayed(
     policies = recomputing_all(replays[0].graph, cuts) if recompute else ()
     splits = [replay.split(cuts, policies=policies) for replay in replays]
     order = order_of(schedule, layout=layout, microbatches=len(found.sizes))
+    order = forwards_first(order) if found.trace.head == "holds" else order
+    for replay in replays:
+        replay.begin((0,), found.request.structure.template)
+        replay.cut(found.sizes)
     program = verify(lower(order, layout=layout, sizes=found.sizes, traffic=splits[0].traffic))
     hub = Hub()
     executors = [
@@ -112,13 +120,15 @@ def run_replayed(
     for module, executor in zip(modules, executors, strict=True):
         trained = {name for stage in executor.stages.values() for name in stage.program.gradients.values()}
         gradients |= {n: p.grad for n, p in module.named_parameters() if n in trained and p.grad is not None}
-    return [losses[m] for m in range(len(found.sizes))], gradients
+    return [losses[m] for m in sorted(losses)], gradients
 
 
 def run_plainly(found: Replayed) -> Outcome:
     """Accumulate gradients of the plain module over the micro-batches, with the random numbers of a replay."""
     module = copy.deepcopy(found.module)
     tensors, structure = flatten(found.batch)
+    if found.trace.head == "holds":
+        return _run_by_units(found, module)
     losses = []
     before = {name: module.get_buffer(name).clone() for name in found.trace.once}
     for m, (offset, size) in enumerate(zip(found.offsets, found.sizes, strict=True)):
@@ -138,6 +148,50 @@ def run_plainly(found: Replayed) -> Outcome:
         loss.backward(torch.tensor(weight, dtype=loss.dtype).reshape(loss.shape))
         losses.append(loss.detach().reshape(()))
     return losses, {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def _run_by_units(found: Replayed, module: pl.LightningModule) -> Outcome:
+    """Differentiate the step of the whole batch, whose units run for one micro-batch after the other."""
+    units, plain = {unit.path for unit in found.trace.units}, nn.Module.__call__
+    paths, called, inside = {id(child): path for path, child in module.named_modules()}, itertools.count(), [False]
+
+    def parts(tensor: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+        total = sum(found.sizes) * blocks
+        dims = [d for d, size in enumerate(tensor.shape) if size == total]
+        dims += [d for d, size in enumerate(tensor.shape) if size % total == 0]
+        if not dims:
+            return [tensor] * len(found.sizes)
+        split = tensor.unflatten(dims[0], (blocks, -1))
+        own = split.split([n * split.shape[dims[0] + 1] // sum(found.sizes) for n in found.sizes], dims[0] + 1)
+        return [part.flatten(dims[0], dims[0] + 1) for part in own]
+
+    def call(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inside[0] or paths.get(id(child)) not in units:
+            return plain(child, *args, **kwargs)
+        number = next(called)
+        unit, (given, form) = found.trace.units[number], tree_flatten((args, kwargs))
+        cut = [parts(g, unit.blocks) if isinstance(g, torch.Tensor) else [g] * len(found.sizes) for g in given]
+        results, inside[0] = [], True
+        for m, own in enumerate(zip(*cut, strict=True)):
+            seed(RandomKey(SEED, 0, m), 2 * number + 1, CPU)
+            own_args, own_kwargs = tree_unflatten(list(own), form)
+            results.append(plain(child, *own_args, **own_kwargs))
+        inside[0] = False
+        seed(RandomKey(SEED, 0, -1), 2 * number + 2, CPU)
+        pieces = zip(*([*found_in(result, torch.Tensor)] for result in results), strict=True)
+        outputs = zip(pieces, unit.outputs, strict=True)
+        whole = iter([joined(tensors, output.batch_dim or 0, blocks=unit.blocks) for tensors, output in outputs])
+        return mapped(results[0], torch.Tensor, lambda _: next(whole))
+
+    with (
+        keyed(RandomKey(SEED, 0, -1), CPU),
+        recording_calls(module, StepRecording()),
+        mock.patch.object(nn.Module, "__call__", call),
+    ):
+        output = module.training_step(found.batch, 0)
+    loss = output["loss"] if isinstance(output, dict) else output
+    loss.backward()
+    return [loss.detach().reshape(())], {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
 def _seeding(module: pl.LightningModule, trace: UnitTrace, key: RandomKey) -> Any:

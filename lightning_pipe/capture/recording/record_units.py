@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class Run:
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
         repeatable: units that return the same when they are called again after the step.
+        first_draw: how many units had begun when glue drew random numbers first; None if it has not.
     """
 
     samples: int
@@ -80,6 +82,7 @@ class Run:
     seeds: bool
     numbers: Mapping[Place, float]
     repeatable: frozenset[int] = frozenset()
+    first_draw: int | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ class UnitRecorder:
         results += tensors_in([one.value for one in left])
         changes = units.changes()
         state: set[Source] = {("state", change.name) for change in changes if change.is_tensor}
-        ends = None if loss is None else reductions(loss)
+        of_units = units.made_outputs - {None}
+        ends = None if loss is None else reductions(loss, units=of_units, samples=self._count(other))
         backward_s, trained = 0.0, frozenset[str]()
         if loss is not None and not other:
             backward_s, trained = self._differentiate(loss, detached=play.detached)
@@ -188,6 +192,7 @@ class UnitRecorder:
             of_samples=units.buffers_of_samples(),
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
+            first_draw=follower.first_draw,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
 
@@ -248,7 +253,7 @@ class UnitRecorder:
         units = self._play(chosen, kept, 0, places=left).units
         units.note_writer(None)
         return tuple(
-            WrittenPlace(left[path], path, frozenset(len(units.seen) - 1 if unit is None else unit for unit in by))
+            WrittenPlace(left[path], path, frozenset(len(units.seen) if unit is None else unit for unit in by))
             for path, by in units.writers.items()
         )
 
@@ -259,6 +264,7 @@ class UnitRecorder:
         module, recording, seeded = self.request.module, StepRecording(), list[str]()
         units = UnitCalls(module, chosen, watch=StateWatch(module), places=PlaceWatch(module, places))
         follower = units.follower
+        units.untouched.note(leaves)
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:
@@ -293,17 +299,38 @@ class UnitRecorder:
             rows: indices of the samples.
             kept: content of the module that the run begins with.
         """
+        recording = StepRecording()
+        tensors = sorted_samples(self._tensors, self._cut, self.request.batch_dim) or self._tensors
+        with self.quietly(rows, kept, recording, tensors=tensors) as step:
+            output = step()
+            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
+        return recording
+
+    @contextlib.contextmanager
+    def quietly(
+        self,
+        rows: torch.Tensor,
+        kept: ModuleSnapshot,
+        recording: StepRecording,
+        *,
+        tensors: Sequence[torch.Tensor] | None = None,
+    ) -> Iterator[Callable[[], Any]]:
+        """Give what runs the step without randomness on some samples, inside.
+
+        Args:
+            rows: indices of the samples.
+            kept: content of the module that the run begins with.
+            recording: of what it says.
+            tensors: the batch; by default in its own order.
+        """
         kept.restore()
-        dim, recording = self.request.batch_dim, StepRecording()
-        tensors = sorted_samples(self._tensors, self._cut, dim) or self._tensors
+        dim, tensors = self.request.batch_dim, tensors or self._tensors
         leaves = [
             t.index_select(dim, rows.to(t.device)) if c else t.clone() for t, c in zip(tensors, self._cut, strict=True)
         ]
         no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
         with kept.keeper, self._scene(recording), no_randomness:
-            output = self._call(leaves)
-            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
-        return recording
+            yield partial(self._call, leaves)
 
     @property
     def has_lists(self) -> bool:

@@ -18,7 +18,8 @@ Tensors with samples are joined along the dimension along which the parts make w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -36,7 +37,17 @@ from lightning_pipe.capture.steps.numbers import (
     lists_said,
 )
 from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole, PartsAndWhole, found_role
+from lightning_pipe.capture.weighing.parts_and_whole import (
+    ENDS,
+    FoundRole,
+    PartsAndWhole,
+    found_role,
+    uneven_parts,
+    unlike_order,
+)
+from lightning_pipe.capture.weighing.whole_batches import parts_say_otherwise
+
+log = logging.getLogger(__name__)
 
 Number: TypeAlias = "torch.Tensor | int | float"
 
@@ -73,6 +84,54 @@ def by_place(said: StepRecording) -> dict[Place, torch.Tensor]:
     found = {leaf.place: torch.as_tensor(number).detach().cpu() for leaf, number in _numbers_of(said)}
     lengths = {(*place, LENGTH): torch.tensor(len(one)) for place, one in lists_said(said.returned, said.calls)}
     return found | lengths
+
+
+def said_of_parts(run: Callable[[torch.Tensor], StepRecording], *, total: int, count: int, has_lists: bool) -> Said:
+    """Return how what a step says is combined, by runs on two parts of some samples and on both, twice.
+
+    Args:
+        run: runs the step without randomness on samples with these indices.
+        total: number of all samples.
+        count: that of a part.
+        has_lists: whether the batch has lists with an item per sample.
+    """
+    count = min(count, total - 1)
+    many = min(2 * count, total)
+    if not count:
+        return NOTHING_SAID
+    rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
+    other = unlike_order(rows)
+
+    def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
+        return PartsAndWhole(tuple(map(by_place, parts_of(order, counts))), counts, by_place(whole))
+
+    def parts_of(order: torch.Tensor, counts: tuple[int, int]) -> list[StepRecording]:
+        return [run(part) for part in order.split(counts)]
+
+    try:
+        said = run(rows)
+        if not said.calls and isinstance(said.returned, Ref | None):
+            return Said(places=frozenset())
+        counts = (count, many - count)
+        parts = parts_of(rows, counts)
+        by_count = parts_say_otherwise(parts, said, has_lists=has_lists)
+        if by_count or not by_place(said):
+            return Said(places=frozenset(), by_count=by_count)
+        unlike = PartsAndWhole(tuple(map(by_place, parts)), counts, by_place(said))
+        alike = trial(other, (many // 2, many - many // 2), run(other))
+        turned = unlike.turned(by_place(run(rows.roll(-count))))
+    except Exception as error:  # whatever the step raises for samples in this order
+        log.debug("How what is logged is combined is not known: %s", error)
+        return NOTHING_SAID
+    found = said_roles((unlike, alike, turned), said)
+    if not found.shapes:  # nothing that may be of single samples
+        return found
+    try:
+        more = [trial(order, sizes, run(order)) for order, sizes in uneven_parts(rows)]
+    except Exception as error:  # whatever the step raises for so few samples
+        log.debug("Whether what is logged is of single samples is not known: %s", error)
+        return said_roles((unlike, alike, turned), said, is_sure=False)
+    return said_roles((unlike, alike, turned, *more), said)
 
 
 def said_roles(trials: Sequence[PartsAndWhole[Place]], said: StepRecording, *, is_sure: bool = True) -> Said:

@@ -20,6 +20,7 @@ from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.capture.recording.unit_choice import call_paths
 from lightning_pipe.capture.recording.unit_flow import Follower
+from lightning_pipe.capture.recording.unit_inputs import Untouched
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
@@ -39,6 +40,7 @@ class Seen:
     Attributes:
         path: of the sub-module.
         reads: sources of its inputs.
+        is_given_as_is: whether its inputs are tensors of the batch, or what units returned, and nothing else.
         template: what it returned, with slots for tensors.
         outputs: forms of these tensors.
         is_understood: whether all tensors that it returned have slots.
@@ -49,6 +51,7 @@ class Seen:
 
     path: str
     reads: Sources
+    is_given_as_is: bool = False
     template: Any = None
     outputs: list[Form] = field(default_factory=list)
     is_understood: bool = False
@@ -90,6 +93,8 @@ class UnitCalls:
         seen: what was seen of the units, in the order of their calls.
         checkpoints: knows whether a checkpoint runs, outside of units.
         writers: of each place that has changed: the units inside which it has; None where glue has changed it.
+        untouched: tensors that glue has not made.
+        made_outputs: nodes of autograd's graph that made what units returned.
     """
 
     def __init__(
@@ -107,6 +112,8 @@ class UnitCalls:
         self.seen: list[Seen] = []
         self._calls: dict[int, _Call] = {}  # of units that keep something for a backward
         self.checkpoints = CheckpointDepth()
+        self.made_outputs: set[Any] = set()
+        self.untouched = Untouched()
 
     def intercepted(self) -> Any:
         """Return the context within which calls are intercepted."""
@@ -124,7 +131,7 @@ class UnitCalls:
         self.note_writer(None)
         follower, unit = self.follower, len(self.seen)
         given = list(tensors_in((args, kwargs), objects=True))
-        seen = Seen(path, follower.reads(given))
+        seen = Seen(path, follower.reads(given), self.untouched.are((args, kwargs)))
         self.seen.append(seen)
         follower.begun, follower.inside = unit + 1, unit
         if called._forward_hooks or called._forward_pre_hooks:  # may keep what they see: see `_mark`
@@ -199,9 +206,11 @@ class UnitCalls:
         output = mapped(output, torch.Tensor, torch.Tensor.clone)
         tensors = flatten(output)[0]
         seen.template = structure.template
+        self.untouched.note(tensors)
         for number, tensor in enumerate(tensors):
             seen.outputs.append((tensor.dtype, tuple(tensor.shape), _order(tensor)))
             self.follower.returned(tensor, unit, number)
+            self.made_outputs.add(tensor.grad_fn)
             if tensor.requires_grad:
                 seen.differentiable.add(number)
                 tensor.register_hook(partial(_note_gradient, seen.differentiated, number))

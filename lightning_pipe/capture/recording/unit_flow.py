@@ -92,6 +92,7 @@ class Follower(TorchDispatchMode):
         overwritten: units' outputs whose memory is written to later, as (unit, number of the output).
         read_past: units that have made, or written to, what glue reads but did not return it.
         flops: of each unit.
+        first_draw: how many units had begun when glue drew random numbers first; None if it has not.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -105,6 +106,7 @@ class Follower(TorchDispatchMode):
         self.overwritten: set[tuple[int, int]] = set()
         self.read_past: set[int] = set()
         self.flops: dict[int, int] = {}
+        self.first_draw: int | None = None
         self._rewritten: dict[Any, int] = {}  # memory of glue -> the last unit that has written to it
         self._names: dict[Any, Source] = {}
         self._outputs: dict[Any, list[tuple[int, int]]] = {}
@@ -156,8 +158,10 @@ class Follower(TorchDispatchMode):
         reads = self.reads(tensors_in((args, kwargs)))
         if _needs_values(func, args):
             self.escape(reads)
-        elif draws(func, args, kwargs) and (leaves := _leaves(reads)):
-            self.escape(leaves)
+        elif draws(func, args, kwargs):
+            self.first_draw = self.begun if self.first_draw is None else self.first_draw
+            if leaves := _leaves(reads):
+                self.escape(leaves)
         result = func(*args, **kwargs)
         for tensor in (*tensors_in(result), *written):
             self.made_of.add(tensor, reads)

@@ -6,7 +6,9 @@
    before it have left on the module is there.
 3  Runs with another number of samples, on other slices of the batch, tell which dimensions follow the samples, and
    which outputs have shapes that nothing tells beforehand.
-4  Runs on two parts of some samples and on both, twice, tell how what is said is combined (`said_roles`).
+4  Runs on two parts of some samples and on both tell whether glue gives units of micro-batches what the batch gives
+   them (`unit_inputs`). Where the batch's head cannot say what the step says, more of them tell how what is said of
+   micro-batches is combined (`said_roles`).
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
 step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
@@ -22,6 +24,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,19 +33,17 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said, by_place, said_roles
+from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, said_of_parts
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
-from lightning_pipe.capture.recording.unit_loss import combine_of
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of
+from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
 from lightning_pipe.capture.recording.units import Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.numbers import Place, proportional
-from lightning_pipe.capture.steps.record import Ref
-from lightning_pipe.capture.weighing.parts_and_whole import PartsAndWhole, uneven_parts, unlike_order
-from lightning_pipe.capture.weighing.whole_batches import parts_say_otherwise
+from lightning_pipe.capture.steps.numbers import proportional
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -95,17 +96,31 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             with contextlib.suppress(CaptureError):  # then they may depend on the samples
                 once |= _once([runner.followed(chosen, kept, other=number) for number in (1, 2)]) & first_buffers
         written = runner.writers([run, *others], chosen, kept)
-        said = _said_of_parts(runner, steady) if others and fits and not drawn() else NOTHING_SAID
+        if drawn():  # dice may fall alike once
+            run = replace(run, repeatable=frozenset())
+        trace = _described(request, run, others, [call.seconds for call in calls])
+        first_draws = [one.first_draw for one in (run, *others)]
+        head, headless = head_of(trace, first_draws, drawn=drawn()) if others and fits else ("", "")
+        unlike = ""
+        if head and (compared := _with_glue(runner, trace, steady)) is not None:
+            trace, unlike = compared
+        elif head:
+            head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
+        said = NOTHING_SAID
+        if others and fits and not (head or drawn()):
+            has_lists, said_of = runner.has_lists, partial(runner.said, kept=steady)
+            said = said_of_parts(said_of, total=runner.total, count=request.count, has_lists=has_lists)
         steady.restore()
         in_python = drawn()
-    if in_python:  # dice may fall alike once
-        run = replace(run, repeatable=frozenset())
-    trace = _described(request, run, others, [call.seconds for call in calls])
+    whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
+    whole = (only or whole or unlike or said.by_count) if fits else _KEEPS_SIZES
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
         is_random_in_python=in_python,
-        whole=(only or trace.whole or said.by_count) if fits else _KEEPS_SIZES,
+        whole=whole,
+        head="" if whole else head,
+        headless="" if whole else headless,
         once=once,
         said=said,
         written=written,
@@ -152,46 +167,30 @@ def _other_runs(
     return [], True, why
 
 
-def _said_of_parts(runner: UnitRecorder, kept: ModuleSnapshot) -> Said:
-    """Return how what the step says is combined, by runs on two parts of some samples and on both, twice."""
-    total = runner.total
-    count = min(runner.request.count, total - 1)
-    many = min(2 * count, total)
-    if not count:
-        return NOTHING_SAID
-    rows = torch.linspace(0, total - 1, many).long()  # of all kinds, in their order
-    other = unlike_order(rows)
+def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> tuple[UnitTrace, str] | None:
+    """Return units with their blocks, and why batches must not be cut: glue gives units what it makes of all samples.
 
-    def trial(order: torch.Tensor, counts: tuple[int, int], whole: StepRecording) -> PartsAndWhole[Place]:
-        return PartsAndWhole(tuple(map(by_place, parts_of(order, counts))), counts, by_place(whole))
+    None where that cannot be told: tensors have other shapes for other samples.
 
-    def parts_of(order: torch.Tensor, counts: tuple[int, int]) -> list[StepRecording]:
-        return [runner.said(part, kept) for part in order.split(counts)]
-
+    Args:
+        runner: runs the step.
+        trace: its units.
+        kept: content of the module that runs begin with.
+    """
+    if all(unit.is_given_as_is for unit in trace.units) or runner.total < 2:
+        return trace, ""
+    trial = GlueTrial(trace, runner.request.module, runner.request.device)
     try:
-        said = runner.said(rows, kept)
-        if not said.calls and isinstance(said.returned, Ref | None):
-            return Said(places=frozenset())
-        counts = (count, many - count)
-        parts = parts_of(rows, counts)
-        by_count = parts_say_otherwise(parts, said, has_lists=runner.has_lists)
-        if by_count or not by_place(said):
-            return Said(places=frozenset(), by_count=by_count)
-        unlike = PartsAndWhole(tuple(map(by_place, parts)), counts, by_place(said))
-        alike = trial(other, (many // 2, many - many // 2), runner.said(other, kept))
-        turned = unlike.turned(by_place(runner.said(rows.roll(-count), kept)))
-    except Exception as error:  # whatever the step raises for samples in this order
-        log.debug("How what is logged is combined is not known: %s", error)
-        return NOTHING_SAID
-    found = said_roles((unlike, alike, turned), said)
-    if not found.shapes:  # nothing that may be of single samples
-        return found
-    try:
-        more = [trial(order, sizes, runner.said(order, kept)) for order, sizes in uneven_parts(rows)]
-    except Exception as error:  # whatever the step raises for so few samples
-        log.debug("Whether what is logged is of single samples is not known: %s", error)
-        return said_roles((unlike, alike, turned), said, is_sure=False)
-    return said_roles((unlike, alike, turned, *more), said)
+        count = min(runner.request.count, runner.total - 1)
+        trial.compare(lambda rows: runner.quietly(rows, kept, StepRecording()), total=runner.total, count=count)
+    except Exception as error:  # whatever the step raises for these samples
+        log.debug("Whether sub-modules are given what is made of all samples is not known: %s", error)
+        return None
+    if trial.is_unknown:
+        return None
+    units = tuple(replace(unit, blocks=trial.blocks.get(k, 1)) for k, unit in enumerate(trace.units))
+    why = f"what it gives {trial.unlike} is made of all samples" if trial.unlike else ""
+    return replace(trace, units=units), why
 
 
 def _separated(
@@ -270,7 +269,8 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=writes,
-        whole=_why_whole(request.module, runs) if others else "",
+        is_proven=run.reductions is not None
+        and is_proven([(one.samples, one.reductions) for one in runs if one.reductions]),
         keeping=keeping,
         has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
@@ -288,8 +288,15 @@ def _trainable(module: nn.Module, units: Sequence[Unit], reads: Iterable[Sources
     return frozenset(name for name in names if module.get_parameter(name).requires_grad)
 
 
-def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:
-    """Return why micro-batches would not do what the whole batch does; "" if they may."""
+def _why_whole(module: nn.Module, units: Sequence[Unit], runs: Sequence[Run], *, in_head: bool) -> str:
+    """Return why micro-batches would not do what the whole batch does; "" if they may.
+
+    Args:
+        module: of the step.
+        units: its units.
+        runs: with different samples.
+        in_head: whether what is kept outside of units is kept once per batch.
+    """
     if any(run.seeds for run in runs):
         return "it seeds torch's generators"
     first, *others = runs
@@ -310,6 +317,8 @@ def _why_whole(module: nn.Module, runs: Sequence[Run]) -> str:
         )
     for other in others:
         for one, two in itertools.zip_longest(first.left, other.left):
+            if in_head and not any(is_inside(either, unit.path) for either in (one, two) if either for unit in units):
+                continue
             if one is None or two is None or not same_left(one, two):
                 return f"what it keeps in {(one or two).name} depends on the samples"
     return ""
@@ -353,6 +362,7 @@ def _unit(request: Request, k: int, runs: Sequence[Run]) -> Unit:
         flops=runs[0].flops.get(k, 0),
         saved_bytes=sum(first.saved.values()),
         is_fixed=understood and same and all(fixed for _, fixed in outputs),
+        is_given_as_is=all(seen.is_given_as_is for seen in (first, *others)),
     )
 
 

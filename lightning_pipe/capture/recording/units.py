@@ -24,6 +24,8 @@ from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said
 
 Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
 Sources = frozenset[Source]
+Head = Literal["", "holds", "speaks"]
+MOST_SAID = 4096  # numbers of a sample that are put together for what a step says
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Unit:
         saved_bytes: bytes that autograd keeps of it, parameters and its inputs left out.
         is_fixed: whether its outputs have shapes that depend on the number of samples only; others cannot travel.
         is_repeatable: whether it returns the same when it is called again in the backward, and changes nothing then.
+        is_given_as_is: whether it is given tensors of the batch, or what units returned, and nothing else.
+        blocks: how often all samples follow each other in its rows: `cat([first_view, second_view])` has two blocks.
     """
 
     path: str
@@ -83,6 +87,8 @@ class Unit:
     saved_bytes: int
     is_fixed: bool
     is_repeatable: bool = False
+    is_given_as_is: bool = False
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class WrittenPlace:
     Attributes:
         name: for a reader.
         path: where it is.
-        units: inside which it changes; the last unit stands for glue, which the last stage runs to the end.
+        units: inside which it changes; their number stands for glue, which the last stage runs to the end.
     """
 
     name: str
@@ -166,6 +172,11 @@ class UnitTrace:
         has_terms: whether the loss adds sums over samples to other terms.
         is_for_one_count: whether the step does not run with other numbers of samples, so that nothing tells what
             depends on them.
+        is_proven: whether losses of micro-batches are proven to make that of the batch.
+        head: whether what lies behind the last unit runs once per batch, on what units gave for all micro-batches:
+            "holds", where backwards wait for its gradients; "speaks", where all that the step says is said by it; ""
+            where micro-batches say it.
+        headless: why there is none for batches that are cut, in words after "since"; "" if there is.
     """
 
     units: tuple[Unit, ...]
@@ -188,3 +199,6 @@ class UnitTrace:
     sets_first: frozenset[str] = frozenset()
     has_terms: bool = False
     is_for_one_count: bool = False
+    is_proven: bool = False
+    head: Head = ""
+    headless: str = ""

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.python.users_code import is_ours
-from lightning_pipe.capture.recording.loss_calls import loss_call
+from lightning_pipe.capture.recording.unit_loss import loss_call
 from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.capture.steps.record import Bend, Denominator, LossNotes
 

@@ -28,7 +28,7 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
-from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.recording.units import Head, UnitTrace
 from lightning_pipe.capture.replayed.module_scope import TrainedParameters
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
@@ -110,6 +110,11 @@ class Replay:
         return self
 
     @property
+    def head(self) -> Head:
+        """Return what is run once per batch: "holds", "speaks" or ""."""
+        return self.trace.head
+
+    @property
     def timing(self) -> Profile:
         """Return the seconds of the traced run."""
         return self.profile
@@ -183,7 +188,9 @@ class Replay:
 
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
-        return f"replayed, its Python runs on every rank. {self.reason}"
+        why = self.trace.headless
+        said = f" What it says is made of what micro-batches say, since {why}." if why else ""
+        return f"replayed, its Python runs on every rank. {self.reason}{said}"
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""

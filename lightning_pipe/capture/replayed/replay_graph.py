@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
+from lightning_pipe.capture.replayed.replay_needs import head_needs, readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import leaf_size
-from lightning_pipe.core.graph import CALL, Graph, Operation, Tensor
+from lightning_pipe.core.graph import CALL, Graph, HeadWork, Operation, Tensor
 from lightning_pipe.profiles.published_graph import graph_of, stash_of
 from lightning_pipe.profiles.published_layers import Layers
 
@@ -56,7 +56,18 @@ def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], req
         uncuttable=frozenset() if trace.loss is None else uncuttable(trace),  # cuts of an evaluation are moved
         unsliceable=unsliceable,
         lasting=frozenset(t for t, tensor in enumerate(tensors) if tensor.name not in repeatable),
+        head=_head_work(trace, request),
     )
+
+
+def _head_work(trace: UnitTrace, request: Request) -> HeadWork | None:
+    """Return what runs once per batch: all that lies behind the last unit."""
+    if not trace.head:
+        return None
+    outputs = (output for k in head_needs(trace, ()).units for output in trace.units[k].outputs)
+    op = f"{'the loss' if trace.head == 'holds' else 'what is said'} of {request.method}"
+    together = sum(map(bytes_of, outputs)) / trace.samples
+    return HeadWork("", op, together, holds_backwards=trace.head == "holds")
 
 
 def _with_leaves(

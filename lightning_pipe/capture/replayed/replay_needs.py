@@ -20,10 +20,10 @@ Legend: k, r units; a position p puts units 0..p-1 before a cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from lightning_pipe.capture.recording.units import KeptChange, Source, Sources, UnitTrace
+from lightning_pipe.capture.recording.units import MOST_SAID, KeptChange, Source, Sources, UnitTrace
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,16 @@ class StageNeeds:
     leaves: tuple[int, ...]
     parameters: tuple[str, ...]
     state: tuple[str, ...]
+
+    def joined(self, other: StageNeeds, *, begin: int) -> StageNeeds:
+        """Return what both need of other stages, on a stage that begins with a unit."""
+        units = (k for k in other.units if k < begin)
+        return StageNeeds(
+            tuple(sorted({*self.units, *units})),
+            tuple(sorted({*self.leaves, *other.leaves})),
+            tuple(sorted({*self.parameters, *other.parameters})),
+            tuple(sorted({*self.state, *other.state})),
+        )
 
 
 def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> StageNeeds:
@@ -63,6 +73,28 @@ def needs_of(trace: UnitTrace, begin: int, end: int, *, is_last: bool) -> StageN
     leaves = sorted(int(i) for kind, i in reads if kind == "leaf")
     state = sorted(str(name) for kind, name in reads if kind == "state")
     return StageNeeds(tuple(units), tuple(leaves), tuple(sorted(own | glue)), tuple(state))
+
+
+def head_needs(trace: UnitTrace, asked: Iterable[int]) -> StageNeeds:
+    """Return what the head of a step needs, which calls no unit itself and compares what some are given."""
+    end = len(trace.units)
+    inputs = frozenset[Source]().union(*(trace.units[k].reads for k in asked))
+    return needs_of(replace(trace, tail=trace.tail | inputs), end, end, is_last=True)
+
+
+def compared_units(trace: UnitTrace, leaf_sizes: Sequence[float]) -> tuple[int, ...]:
+    """Return the units whose inputs a head makes again, to compare them: of what it reads, and of small tensors.
+
+    Args:
+        trace: the units.
+        leaf_sizes: numbers of each tensor of the batch, by sample.
+    """
+    known = head_needs(trace, ())
+    have: set[Source] = {("leaf", i) for i, size in enumerate(leaf_sizes) if i in known.leaves or size <= MOST_SAID}
+    have |= {("unit", k) for k in known.units} | {("parameter", name) for name in known.parameters}
+    have |= {("state", name) for name in known.state}
+    made = (k for k, unit in enumerate(trace.units) if not unit.is_given_as_is)
+    return tuple(k for k in made if trace.units[k].reads <= have)
 
 
 def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.recording.replay_state import speaks
+from lightning_pipe.capture.recording.unit_inputs import Untouched
 from lightning_pipe.capture.replayed.loss_watch import LossWatch
 from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages
@@ -59,6 +60,27 @@ class _Tape:
     left: ModuleState | None
 
 
+@dataclass(frozen=True)
+class Played:
+    """A play.
+
+    Attributes:
+        tape: handle of its tape.
+        sent: outputs of the sent units.
+        asked: sums of the rows of what units were given whose inputs are compared.
+        loss: the loss; zero where there is none.
+        changed: buffers that it has changed.
+        recording: what it has said.
+    """
+
+    tape: int
+    sent: Mapping[int, Tensors]
+    asked: Mapping[int, torch.Tensor]
+    loss: torch.Tensor
+    changed: Mapping[str, torch.Tensor]
+    recording: StepRecording
+
+
 class StageReplayer:
     """Play the forward and the backward of one stage.
 
@@ -91,8 +113,8 @@ class StageReplayer:
         state: dict[str, torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
-    ) -> tuple[int, dict[int, Tensors], torch.Tensor, dict[str, torch.Tensor]]:
-        """Play the step on some samples.
+    ) -> Played:
+        """Play the step on some samples; on all of them, if this is a head.
 
         Args:
             samples: their number.
@@ -102,7 +124,7 @@ class StageReplayer:
             given: outputs of the given units.
 
         Returns:
-            Handle of the tape, outputs of the sent units, the loss (zero where there is none), and changed buffers.
+            What the play has made.
 
         Raises:
             PipelineError: if the step calls other units than it was traced with, or a unit returns something else.
@@ -132,12 +154,12 @@ class StageReplayer:
                 answered_calls(self._step.modules.values(), run.answer),
             ):
                 stack.enter_context(entered)
-            if self._part.is_last and self._step.has_backward:
+            if self._part.is_last and self._step.has_backward and not self._step.head:
                 stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             self._trained.put(self._now.trained)
-            output = run.run(lambda: self._call(samples, key, leaves))
+            output = run.run(lambda: self._call(samples, key, leaves, run.untouched))
             trained = self._trained.now()
             loss = self._loss(output)
             recording.kept = self._left(python, recording)
@@ -146,16 +168,20 @@ class StageReplayer:
             is_read = self._step.has_backward and any(True for _ in python.changes())
             left = python.now() if is_read else None
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
+        recording.called, recording.answers = tuple(run.called), answerer.answers
+        recording.unlike = (
+            run.touched and f"what it gives {run.touched} is made by it now, and was not when it was traced"
+        )
         if self._part.is_last:
-            recording.is_whole, recording.answers = True, answerer.answers
+            recording.is_whole = True
             recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained.get(n, flag)}
             finish(recording, output, loss)
             self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
-        if self._part.is_last or recording.kept:
+        if self._part.is_last or self._part.stops or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
-        return self._keep(run, loss, state, left), sent, told, changed
+        return Played(self._keep(run, loss, state, left), sent, run.asked, told, changed, recording)
 
     def backward(
         self,
@@ -186,7 +212,7 @@ class StageReplayer:
         for k, tensors in tape.sent.items():
             back = [found for (unit, _), found in sorted(gradients.items()) if unit == k]
             for i, tensor in enumerate(self._differentiated(k, tensors)):
-                if tensor.requires_grad:
+                if tensor.requires_grad and back:  # a head that only speaks gives none
                     made.append(tensor)
                     towards.append(sum((one[i] for one in back[1:]), start=back[0][i]))
         leaves = {k: self._differentiated(k, tensors) for k, tensors in tape.given.items()}
@@ -205,6 +231,10 @@ class StageReplayer:
         self._refuse_attached(k for k, tensors in detached.items() for _ in tensors if next(surprising) is not None)
         self._refuse_spare(name for name in tape.spare if trained.get(name) is not None)
         return returned, {name: trained.get(name) for name in tape.parameters}
+
+    def forget(self, handle: int) -> None:
+        """Forget a play that is not differentiated."""
+        self._tapes.pop(handle, None)
 
     def _refuse_attached(self, units: Iterable[int]) -> None:
         for k in units:
@@ -267,24 +297,29 @@ class StageReplayer:
             one
             for one in python.kept()
             if (
-                knowing[one.path] == number
+                knowing[one.path] == number and self._is_whose(one)
                 if one.path in knowing
-                else speaks(one, own=own, others=others, is_last=self._part.is_last)
+                else speaks(one, own=own, others=others, is_last=self._part.is_last and self._is_whose(one))
             )
         ]
         if any(isinstance(tensor, FakeTensor) for one in left for tensor in tensors_in(one.value)):
             raise PipelineError(f"{left[0].name} keeps something that it did not keep when the step was traced.")
         return [replace(one, value=recording.lift(one.value)) for one in left]
 
-    def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor]) -> Any:
+    def _is_whose(self, left: KeptState) -> bool:
+        """Return whether a play notes what glue has left, or, where a head does, what units have."""
+        by_glue = left.path in self._now.written_by_glue or left.path not in self._now.knowing
+        return not self._step.head or by_glue == self._part.is_head
+
+    def _call(self, samples: int, key: RandomKey, leaves: Mapping[int, torch.Tensor], untouched: Untouched) -> Any:
         every, sizes = range(len(self._step.structure.leaves)), self._now.sizes
-        begin = sum(sizes[: key.microbatch]) + key.first_sample
+        begin = sum(sizes[: max(key.microbatch, 0)]) + key.first_sample
         template = with_rows(self._now.template, sum(sizes), range(begin, begin + samples))
         structure = replace(self._step.structure, template=template)
-        batch = structure.fill(
-            # the step may write to its batch, which others read: its own copy
-            [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
-        )
+        # the step may write to its batch, which others read: its own copy
+        tensors = [leaves[i].clone() if i in leaves else self._others.leaf(i, samples) for i in every]
+        untouched.note(tensors)
+        batch = structure.fill(tensors)
         step = getattr(self._step.module, self._step.method)
         with none_caught():
             return with_loss(self._step.method, step(batch, *self._now.arguments))

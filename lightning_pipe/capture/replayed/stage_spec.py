@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.python.places import Path
-from lightning_pipe.capture.recording.units import UnitTrace
+from lightning_pipe.capture.recording.units import Head, UnitTrace
 from lightning_pipe.capture.steps.batch import Structure
 from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in
 from lightning_pipe.capture.steps.module_tables import HookTables
@@ -22,6 +22,7 @@ from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+WHOLE_BATCH = -1  # in the place of the number of a micro-batch, for a head
 
 
 @dataclass
@@ -36,7 +37,8 @@ class BatchContext:
         metrics: torchmetrics objects of the module, by name; None before the first play of a batch.
         speakers: stages whose plays say something.
         knowing: the stage that knows what the step leaves in a place, by its path, where units of one stage write it.
-        said: (micro-batch, first sample, samples, what the step said) of every such play.
+        said: (micro-batch, first sample, samples, what the step said) of every such play; micro-batch -1 is the batch.
+        written_by_glue: places of Python state that glue writes to, by path.
         loss_calls: the first line of every kind of call by which these plays made their losses.
         trained: which parameters were to get gradients before the batch.
         hooks: of modules before the batch.
@@ -52,6 +54,7 @@ class BatchContext:
     speakers: tuple[int, ...] = ()
     knowing: Mapping[Path, int] = field(default_factory=dict)
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
+    written_by_glue: frozenset[Path] = frozenset()
     loss_calls: dict[str, str] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
     hooks: HookTables | None = None
@@ -84,6 +87,9 @@ class StageSpec:
         spare: canonical names of the parameters that no stage uses.
         receivers: (unit, stage that is given it) whose gradients come back.
         recomputed: own units that the plan has run again in the backward.
+        stops: whether its plays end behind the last unit, as a head runs the rest.
+        is_head: whether this is what runs once per batch.
+        asked: units whose inputs are compared: own ones, or all that a head compares.
     """
 
     number: int
@@ -101,6 +107,9 @@ class StageSpec:
     spare: tuple[str, ...]
     receivers: tuple[tuple[int, int], ...]
     recomputed: frozenset[int]
+    stops: bool = False
+    is_head: bool = False
+    asked: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,11 @@ class PlayedStep:
     trace: UnitTrace
     device: torch.device
     has_backward: bool
+
+    @property
+    def head(self) -> Head:
+        """Return what the head does; "" if there is none."""
+        return self.trace.head
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:

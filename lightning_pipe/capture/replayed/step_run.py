@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
+from lightning_pipe.capture.recording.unit_inputs import Untouched, row_sums
 from lightning_pipe.capture.replayed.module_scope import seed
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
@@ -49,6 +50,10 @@ class StepRun:
         is_inside: whether a unit runs.
         sent: outputs of the units that others are given.
         leaves: what it was given, as leaves of autograd.
+        called: numbers of the units that were called.
+        asked: sums of the rows of what units were given whose inputs are compared.
+        untouched: tensors that glue has not made.
+        touched: path of the first unit that is given others, and was not when it was traced; "" if there is none.
     """
 
     def __init__(
@@ -69,6 +74,10 @@ class StepRun:
         self.is_inside = False
         self.sent: dict[int, Tensors] = {}
         self.leaves: dict[int, Tensors] = {}
+        self.called: list[int] = []
+        self.asked: dict[int, torch.Tensor] = {}
+        self.untouched = Untouched()
+        self.touched = ""
 
     def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a unit's module."""
@@ -78,16 +87,32 @@ class StepRun:
         if number >= self._part.end:
             raise _TheRestIsOthers
         self._called = number + 1
+        self.called.append(number)
+        if self._part.is_head and self._step.trace.units[number].is_given_as_is and not self.touched:
+            self.touched = "" if self.untouched.are((args, kwargs)) else self._step.trace.units[number].path
+        if number in self._part.asked:
+            self.asked[number] = self._sums(number, (args, kwargs))
         own = partial(self._own, number, partial(call, *args, **kwargs))
         result = self._of_others(number) if number < self._part.begin else own()
+        self.untouched.note(tensors_in(result) if self._part.is_head else ())
         self._seed(2 * number + 2)
+        if self._part.stops and number == self._part.end - 1:
+            raise _TheRestIsOthers
         return result
+
+    def _sums(self, number: int, given: Any) -> torch.Tensor:
+        """Return the sums of the rows of what a unit is given: none where a play skips it, or nothing has the rows."""
+        unit, device = self._step.trace.units[number], self._step.device
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(given)):
+            return torch.full((self._samples, 2), math.nan, dtype=torch.float64, device=device)
+        return row_sums(given, self._samples, device, blocks=unit.blocks)
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step as far as this stage does; return its result, None before its end."""
         output = None
-        with contextlib.suppress(_TheRestIsOthers):
-            output = step()
+        if not self._part.stops or self._part.begin < self._part.end:  # else all is the head's
+            with contextlib.suppress(_TheRestIsOthers):
+                output = step()
         self._send_nothing()
         return output
 
@@ -105,6 +130,8 @@ class StepRun:
                 )
                 for output in outputs
             )
+        for k in (k for k in part.asked if k not in self.asked):
+            self.asked[k] = torch.full((self._samples, 2), math.nan, dtype=torch.float64, device=step.device)
         for k in (k for k in part.given if k not in self.leaves):
             self.leaves[k] = tuple(self._others.handed(k, self._given[k]))
 

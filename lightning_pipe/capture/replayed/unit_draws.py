@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.module_scope import keyed, seed
+from lightning_pipe.capture.replayed.stage_spec import WHOLE_BATCH
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import checkpoint_only
 
@@ -39,6 +41,9 @@ class _Units:
         called = {unit.path for unit in trace.units}
         self._units = {id(child) for path, child in request.module.named_modules() if path in called}
         self._key, self._device = key, request.device
+        self._last, self._behind = len(trace.units) - 1, key
+        if trace.head == "holds":
+            self._behind = replace(key, microbatch=WHOLE_BATCH, first_sample=0)
         self._called = 0
         self.is_inside = False
 
@@ -56,7 +61,8 @@ class _Units:
                 result = plain(module, *args, **kwargs)
             finally:
                 self.is_inside = False
-            seed(self._key, 2 * number + 2, self._device)
+            key = self._behind if number == self._last else self._key
+            seed(key, 2 * number + 2, self._device)
             return result
 
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -13,25 +14,39 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_needs import StageNeeds, needs_of
+from lightning_pipe.capture.replayed.head_split import (
+    OF_HEAD,
+    TANGENT,
+    TAPE,
+    asked_name,
+    batch_head,
+    fixed_size,
+    gradient_names,
+    head_gradient,
+    headed_backward,
+    output_names,
+    state_names,
+    state_values,
+)
+from lightning_pipe.capture.replayed.replay_head import ReplayHead
+from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
 from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
-from lightning_pipe.core.program import Bucket, Edge, Pass, Traffic
+from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
-
-TAPE, TANGENT = "tape", "tangent"
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage: its units, and what it needs."""
+    """One stage: its units, what it needs, and of that what its head needs."""
 
     number: int
     begin: int
     end: int
     needs: StageNeeds
+    head: StageNeeds | None = None
 
 
 class UnitSplitter:
@@ -58,6 +73,7 @@ class UnitSplitter:
         self._held, self._recomputed = held, recomputed
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
         self._units = trace.units
+        self._asked: tuple[int, ...] = ()
         self._batch_dim = request.batch_dim if request.samples is not None else None
         self._buffers = tuple(name for name, _ in request.module.named_buffers())
         self._names: dict[str, list[str]] = defaultdict(list)
@@ -67,11 +83,14 @@ class UnitSplitter:
     def split(self, cuts: tuple[int, ...]) -> Split:
         """Cut before the units at these positions, which must be allowed."""
         bounds = (0, *cuts, len(self._units))
+        if self._trace.head:
+            self._asked = compared_units(self._trace, self._leaf_sizes())
         stages = [
-            _Stage(s, begin, end, needs_of(self._trace, begin, end, is_last=s == len(cuts)))
-            for s, (begin, end) in enumerate(itertools.pairwise(bounds))
+            self._stage(number, begin, end, is_last=number == len(cuts))
+            for number, (begin, end) in enumerate(itertools.pairwise(bounds))
         ]
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
+        owner[len(self._units)] = len(cuts)  # of glue
         self._follow_state(owner)
         inside = {owner[k] for k in self._trace.keeping}
         self._now.speakers = tuple(sorted({*inside, *self._now.knowing.values(), len(stages) - 1}))
@@ -84,12 +103,39 @@ class UnitSplitter:
         )
         buckets, parameters = self._buckets(programs)
         owners = {LOSS: len(stages) - 1} if self._trace.loss is not None else {}
-        return Split(programs, values, Traffic(edges, buckets, (0,)), parameters, owners, may_lack_gradients=True)
+        traffic = Traffic(edges, buckets, (0,), head=self._head_traffic(programs[-1], values))
+        return Split(programs, values, traffic, parameters, owners, may_lack_gradients=True)
+
+    def _head_traffic(self, program: StageProgram, values: Mapping[str, Value]) -> HeadTraffic | None:
+        """Return the bytes that the head of the last stage is given of all micro-batches."""
+        if program.head is None:
+            return None
+        edge = self._edge("F", 0, 0, [values[name] for name in program.head.half.inputs if name in values])
+        return HeadTraffic(edge.bytes_per_sample, edge.fixed_bytes, holds_backwards=program.head.holds_backwards)
+
+    @property
+    def _stops(self) -> bool:
+        """Return whether plays of the last stage end behind its last unit."""
+        return self._trace.head == "holds" or (self._trace.head == "speaks" and self._trace.loss is None)
+
+    def _leaf_sizes(self) -> list[float]:
+        """Return how many numbers the tensors of the batch have by sample."""
+        leaves, samples = self._request.structure.leaves, self._trace.samples
+        return [math.prod(leaf_size(leaf, samples, self._batch_dim)) / samples for leaf in leaves]
+
+    def _stage(self, number: int, begin: int, end: int, *, is_last: bool) -> _Stage:
+        needs = needs_of(self._trace, begin, end, is_last=is_last and not self._stops)
+        if not is_last or not self._trace.head:
+            return _Stage(number, begin, end, needs)
+        head = head_needs(self._trace, self._asked)
+        return _Stage(number, begin, end, needs.joined(head, begin=begin), head)
 
     def _follow_state(self, owner: Mapping[int, int]) -> None:
         """Note which stage knows of Python state outside of units; warn where several write to it."""
         stages = {place: {owner[k] for k in place.units} for place in self._trace.written}
         self._now.knowing = {place.path: min(by) for place, by in stages.items() if len(by) == 1}
+        glue = len(self._units)
+        self._now.written_by_glue = frozenset(place.path for place in self._trace.written if glue in place.units)
         if scattered := sorted(place.name for place, by in stages.items() if len(by) > 1):
             rank_zero_warn(
                 f"{', '.join(scattered)} is changed inside of sub-modules (by a hook, say) that different ranks run. "
@@ -97,23 +143,23 @@ class UnitSplitter:
                 "counts the calls of that stage alone. Keep it on the sub-modules themselves, or in the step."
             )
 
-    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
-        part = self._part(stage, stages)
-        player = StageReplayer(
-            PlayedStep(
-                module=self._request.module,
-                method=self._request.method,
-                structure=self._request.structure,
-                batch_dim=self._batch_dim,
-                context=self._request.context,
-                trace=self._trace,
-                device=self._request.device,
-                has_backward=self._trace.loss is not None,
-            ),
-            part,
-            self._now,
+    def _played(self) -> PlayedStep:
+        return PlayedStep(
+            module=self._request.module,
+            method=self._request.method,
+            structure=self._request.structure,
+            batch_dim=self._batch_dim,
+            context=self._request.context,
+            trace=self._trace,
+            device=self._request.device,
+            has_backward=self._trace.loss is not None,
         )
-        has_loss = part.is_last and self._trace.loss is not None
+
+    def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
+        part, step = self._part(stage, stages), self._played()
+        player = StageReplayer(step, part, self._now)
+        has_loss = stage is stages[-1] and self._trace.loss is not None
+        head = None if stage.head is None else self._head_part(stage, stage.head, part)
         leaves = {f"leaf{i}": i for i in part.leaves}
         receives: dict[tuple[Pass, int], list[str]] = defaultdict(list)
         sends: dict[tuple[Pass, int], list[str]] = defaultdict(list)
@@ -123,11 +169,17 @@ class UnitSplitter:
             for other in stages[1:]:
                 sends["F", other.number] += [f"leaf{i}" for i in other.needs.leaves]
         for k in part.given:
-            receives["F", owner[k]] += self._output_names(k)
-            sends["B", owner[k]] += self._gradient_names(k, stage.number)
+            receives["F", owner[k]] += output_names(self._units, k)
+            sends["B", owner[k]] += gradient_names(self._units, k, stage.number)
         for k, target in part.receivers:
-            sends["F", target] += self._output_names(k)
-            receives["B", target] += self._gradient_names(k, target)
+            sends["F", target] += output_names(self._units, k)
+            receives["B", target] += gradient_names(self._units, k, target)
+        last, asked = len(stages) - 1, [asked_name(k) for k in self._asked if owner[k] == stage.number]
+        if stage.number < last:
+            sends["F", last] += asked
+        else:
+            for k in (k for k in self._asked if owner[k] != last):
+                receives["F", owner[k]].append(asked_name(k))
         is_trained = self._trace.loss is not None
         return StageProgram(
             stage=stage.number,
@@ -135,8 +187,8 @@ class UnitSplitter:
             buffers={f"buffer:{name}": name for name in part.buffers},
             leaves=leaves if stage.number == 0 else {},
             tangents=(TANGENT,) if has_loss else (),
-            forward=self._forward(player, has_loss=has_loss),
-            input_grad=self._backward(player, stage.number, has_loss=has_loss) if is_trained else None,
+            forward=self._forward(player, has_loss=has_loss and part.is_last),
+            input_grad=self._backward(player, stage.number, head, has_loss=has_loss) if is_trained else None,
             weight_grad=None,
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
@@ -145,6 +197,31 @@ class UnitSplitter:
             written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),
+            head=None if head is None else batch_head(self._units, ReplayHead(step, head, self._now)),
+        )
+
+    def _head_part(self, stage: _Stage, needs: StageNeeds, part: StageSpec) -> StageSpec:
+        """Return what the head plays: no unit, to the end of the step."""
+        end, holds = len(self._units), self._trace.head == "holds"
+        read = {str(name) for kind, name in self._all_sources() if kind == "parameter"}
+        return replace(
+            part,
+            begin=end,
+            end=end,
+            is_last=True,
+            stops=False,
+            is_head=True,
+            given=needs.units,
+            leaves=needs.leaves,
+            sent=(),
+            parameters={name: tuple(self._names[name]) for name in needs.parameters},
+            absent=tuple(n for name in sorted(read - {*needs.parameters}) for n in self._names[name]),
+            buffers=tuple(name for name in self._buffers if name in needs.state),
+            mutations=(),
+            trained=tuple(name for name in needs.parameters if holds and name in self._trace.trained),
+            receivers=(),
+            recomputed=frozenset(),
+            asked=self._asked,
         )
 
     def _part(self, stage: _Stage, stages: list[_Stage]) -> StageSpec:
@@ -163,10 +240,12 @@ class UnitSplitter:
             number=stage.number,
             begin=stage.begin,
             end=stage.end,
-            is_last=stage.number == len(stages) - 1,
+            is_last=stage is stages[-1] and not self._stops,
+            stops=stage is stages[-1] and self._stops,
+            asked=tuple(k for k in self._asked if k in own),
             given=needs.units,
             leaves=tuple(sorted({i for reader in readers for i in reader.needs.leaves})),
-            sent=tuple(sorted({k for k, _ in receivers})),
+            sent=tuple(sorted({*(k for k, _ in receivers), *(k for k in own if stage.head and k in stage.head.units)})),
             parameters={name: tuple(self._names[name]) for name in needs.parameters},
             absent=(*(n for name in sorted(read - set(needs.parameters)) for n in self._names[name]), *written),
             buffers=tuple(buffers),
@@ -186,12 +265,15 @@ class UnitSplitter:
 
     def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
         part = player.part
-        parameters = [name for own in part.parameters.values() for name in own]
-        state = [*parameters, *part.buffers]
-        leaves = [f"leaf{i}" for i in part.leaves]
-        inputs = [f"parameter:{n}" for n in parameters] + [f"buffer:{n}" for n in part.buffers] + leaves
-        given = [name for k in part.given for name in self._output_names(k)]
-        outputs = [TAPE, *(name for k in part.sent for name in self._output_names(k)), *([LOSS] if has_loss else [])]
+        state = state_names(part)
+        inputs = [*state_values(part), *(f"leaf{i}" for i in part.leaves)]
+        given = [name for k in part.given for name in output_names(self._units, k)]
+        outputs = [
+            TAPE,
+            *(name for k in part.sent for name in output_names(self._units, k)),
+            *([LOSS] if has_loss else []),
+        ]
+        outputs += [asked_name(k) for k in part.asked]
         changed = [f"changed:{name}" for name in part.mutations]
 
         def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
@@ -199,17 +281,21 @@ class UnitSplitter:
             hung = {name: next(tensors) for name in state}
             batch = {i: next(tensors) for i in part.leaves}
             handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
-            handle, sent, loss, buffers = player.forward(samples, key, state=hung, leaves=batch, given=handed)
-            made = [tensor for k in part.sent for tensor in sent[k]]
-            return (handle, *made, *([loss] if has_loss else []), *(buffers[name] for name in part.mutations))
+            play = player.forward(samples, key, state=hung, leaves=batch, given=handed)
+            made = [tensor for k in part.sent for tensor in play.sent[k]]
+            made += [play.loss] if has_loss else []
+            made += [play.asked[k] for k in part.asked]
+            return (play.tape, *made, *(play.changed[name] for name in part.mutations))
 
         return Half((*inputs, *given), (*outputs, *changed), run)
 
-    def _backward(self, player: StageReplayer, number: int, *, has_loss: bool) -> Half:
+    def _backward(self, player: StageReplayer, number: int, head: StageSpec | None, *, has_loss: bool) -> Half:
         part = player.part
-        back = [(k, target, self._gradient_names(k, target)) for k, target in part.receivers]
+        if head is not None and self._trace.head == "holds":
+            return headed_backward(self._units, player, head, number, self._now)
+        back = [(k, target, gradient_names(self._units, k, target)) for k, target in part.receivers]
         inputs = [TAPE, *([TANGENT] if has_loss else []), *(name for *_, names in back for name in names)]
-        outputs = [name for k in part.given for name in self._gradient_names(k, number)]
+        outputs = [name for k in part.given for name in gradient_names(self._units, k, number)]
 
         def run(samples: int, key: Any, handle: int, *values: Any) -> tuple[Any, ...]:
             tensors = iter(values)
@@ -220,14 +306,6 @@ class UnitSplitter:
 
         return Half(tuple(inputs), (*outputs, *(f"gradient:{name}" for name in part.trained)), run)
 
-    def _output_names(self, k: int) -> list[str]:
-        return [f"unit{k}.{i}" for i in range(len(self._units[k].outputs))]
-
-    def _gradient_names(self, k: int, target: int) -> list[str]:
-        """Name the gradients of a unit's outputs that come back from a stage."""
-        outputs = self._units[k].outputs
-        return [f"unit{k}.{i}.gradient{target}" for i, output in enumerate(outputs) if output.has_gradient]
-
     def _values(self, stages: list[_Stage]) -> Iterator[Value]:
         """Yield what is known of everything that crosses stages, and of the loss."""
         for i, leaf in enumerate(self._request.structure.leaves):
@@ -236,13 +314,31 @@ class UnitSplitter:
         for stage in stages:
             for k in stage.needs.units:
                 outputs = self._units[k].outputs
-                for name, output in zip(self._output_names(k), outputs, strict=True):
+                for name, output in zip(output_names(self._units, k), outputs, strict=True):
                     yield _value(name, output, combine="mean")
                 differentiated = [output for output in outputs if output.has_gradient]
-                for name, output in zip(self._gradient_names(k, stage.number), differentiated, strict=True):
+                for name, output in zip(gradient_names(self._units, k, stage.number), differentiated, strict=True):
                     yield replace(_value(name, output, combine="sum"), order=())
+        for k in self._asked:
+            yield Value(asked_name(k), torch.float64, lambda samples: (samples, 2), 0, combine="cat")
+        if (head := stages[-1].head) is not None:
+            yield from self._values_of_head(head)
         if self._trace.loss is not None:
-            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=self._trace.combine)
+            combine: Combine = "same" if self._trace.head == "holds" else self._trace.combine
+            yield Value(LOSS, self._trace.loss, lambda samples: (), None, combine=combine)
+
+    def _values_of_head(self, head: StageNeeds) -> Iterator[Value]:
+        """Yield what is known of what the head is given, and makes."""
+        for k in head.units:
+            outputs = self._units[k].outputs
+            for name, output in zip(output_names(self._units, k), outputs, strict=True):
+                yield _value(name, output, combine="mean")
+            differentiated = [output for output in outputs if output.has_gradient]
+            for name, output in zip(gradient_names(self._units, k, OF_HEAD), differentiated, strict=True):
+                yield replace(_value(name, output, combine="sum"), order=())
+        for name in head.parameters:
+            parameter = self._request.module.get_parameter(name)
+            yield Value(head_gradient(name), parameter.dtype, partial(fixed_size, tuple(parameter.shape)), None)
 
     def _edge(self, direction: Pass, source: int, target: int, values: list[Value]) -> Edge:
         samples = self._trace.samples

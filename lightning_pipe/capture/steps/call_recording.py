@@ -62,6 +62,9 @@ class StepRecording:
         is_whole: whether the run came to the end of the step.
         loss_notes: how it made its loss, where somebody notes that.
         turned: parameters whose `requires_grad` it has set to another value, which this is; where somebody notes that.
+        called: numbers of the units that it has called, where somebody notes that.
+        unlike: what units of micro-batches were given that is not what the batch gives them; "" if nothing.
+        loss: of the whole batch, where a head has made it.
     """
 
     calls: list[LogCall | ObjectCall] = field(default_factory=list)
@@ -72,6 +75,9 @@ class StepRecording:
     is_whole: bool = False
     loss_notes: LossNotes = field(default_factory=LossNotes)
     turned: dict[str, bool] = field(default_factory=dict)
+    called: tuple[int, ...] = ()
+    unlike: str = ""
+    loss: torch.Tensor | None = None
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""

@@ -70,15 +70,18 @@ def run_captured(
     results: list[Mapping[str, Content]] = []
     weights = [1.0 if how == "sum" else samples / sum(sizes) for samples in sizes]
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
-    for number, (samples, parts) in enumerate(zip(sizes, cut, strict=True)):
-        weight = weights[number]
-        own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+    slices = [
+        Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
+        for number, (samples, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
+    of_head: Mapping[str, Content] = {}
+    for number, (samples, parts, own) in enumerate(zip(sizes, cut, slices, strict=True)):
         try:
             results.append(stages.forward(number, parts, own))
-            if not stages.has_head:
-                stages.backward(number, own)
-            elif number == len(sizes) - 1:
-                stages.backward_by_head(sizes, key=key, weights=weights)
+            if number == len(sizes) - 1:
+                of_head = stages.head(sizes, key)
+            for ready in stages.ready(number, of=len(sizes)):
+                stages.backward(ready, slices[ready])
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -90,14 +93,14 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {advice(captured)}"
             ) from error
-    batch = _of_batch(captured, results, sizes, weights)
+    batch = {**_of_batch(captured, results, sizes, weights), **of_head}
     loss = batch[captured.record.loss or ""]
     assert isinstance(loss, torch.Tensor), "the loss is a tensor"
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
     answers = {guard.ref.name: batch[guard.ref.name] for guard in captured.record.guards}
-    return [{**result, **answers} for result in results], found, loss.detach().cpu()
+    return [{**result, **answers, **of_head} for result in results], found, loss.detach().cpu()
 
 
 def _of_batch(
@@ -154,7 +157,6 @@ class _Stages:
     def __init__(
         self, split: Split, *, state: State, loss: str | None, samples: int, microbatches: int, training: bool
     ) -> None:
-        self._split = split
         self._values, self._device, self._batch_samples = split.values, state.device, samples
         apart = changed_by_several(split.stages)
         self._stages = [
@@ -163,6 +165,8 @@ class _Stages:
         for stage in self._stages:
             edges = [edge for edge in stage.program.sends if training or edge[0] == "F"]
             stage.begin(Counter((*edge, m) for edge in edges for m in range(microbatches)), training=training)
+        layout, numbered = Layout(((0,),) * len(self._stages)), dict(enumerate(self._stages))
+        self._heads = BatchHeads(split, numbered, layout=layout, transport=Hub().endpoint(0), device=state.device)
 
     def forward(self, microbatch: int, leaves: Sequence[torch.Tensor], own: Slice) -> Mapping[str, Content]:
         """Run all stages forward, and return the outputs of the step."""
@@ -181,20 +185,24 @@ class _Stages:
             self._send(stage, "B", microbatch, own.samples)
 
     @property
-    def has_head(self) -> bool:
-        """Return whether something runs once per batch before all backwards."""
-        return self._stages[-1].program.head is not None
+    def holds(self) -> bool:
+        """Return whether backwards wait for a head."""
+        head = self._stages[-1].program.head
+        return head is not None and head.holds_backwards
 
-    def backward_by_head(self, sizes: Sequence[int], *, key: RandomKey, weights: Sequence[float]) -> None:
-        """Run what needs all micro-batches, then all stages backward for every one of them."""
-        layout = Layout(((0,),) * len(self._stages))
-        numbered = {stage.program.stage: stage for stage in self._stages}
-        heads = BatchHeads(self._split, numbered, layout=layout, transport=Hub().endpoint(0), device=self._device)
+    def ready(self, microbatch: int, *, of: int) -> range:
+        """Return the micro-batches whose backwards may run when the forwards of one have."""
+        if not self.holds:
+            return range(microbatch, microbatch + 1)
+        return range(of if microbatch == of - 1 else 0)
+
+    def head(self, sizes: tuple[int, ...], key: RandomKey) -> Mapping[str, Content]:
+        """Run the head of the last stage, if it has one, and return its results."""
+        if self._stages[-1].program.head is None:
+            return {}
         whole = Slice(sum(sizes), key.of_batch, mean_weight=1.0, sum_weight=1.0)
-        drive(heads.run(sizes, whole), wait=lambda wait: None)
-        for number, (samples, weight) in enumerate(zip(sizes, weights, strict=True)):
-            own = Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
-            self.backward(number, own)
+        pieces = drive(self._heads.run(sizes, whole), wait=lambda pending: None)  # no replica to wait for
+        return {name: piece.content for name, piece in pieces.items()}
 
     def finish(self) -> None:
         """Write what is left to be written of buffers."""

@@ -16,11 +16,13 @@ from lightning_pipe.core.serial import load_yaml
 from lightning_pipe.errors import BatchError, PlanError
 from lightning_pipe.planner.evaluation.copies import offloading_in_vain
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.evaluation.heads import needs_forwards_first
 from lightning_pipe.planner.evaluation.resolve import check_weights, transfer_cuts
 from lightning_pipe.planner.memory.policies import keeps_everything, known_places, policies_of
 from lightning_pipe.planner.memory.settle import shortage
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.planner.registry import propose as planned
+from lightning_pipe.report.table import head_sentence
 from lightning_pipe.schedule.registry import planned_join
 
 
@@ -60,6 +62,9 @@ class Planned:
     may_offload: bool
 
 
+_NO_WARMUP = "So all forwards come before the backwards, and `warmup` is not used."
+
+
 def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_offload: bool = True) -> list[Judged]:
     """Judge the given plan, or let the planner that the configuration names make some; its choice comes first.
 
@@ -86,6 +91,9 @@ def propose(problem: Problem, config: DappleConfig, *, given: Plan | None, may_o
     constraints = replace(config.constraints, versions=problem.constraints.versions)
     if not may_offload:
         constraints = replace(constraints, memory_policies=constraints.memory_policies - {"offload"})
+    if config.warmup is not None and config.schedule is None and needs_forwards_first(problem):
+        warnings.warn(f"{head_sentence(problem.graph, problem.samples)} {_NO_WARMUP}", stacklevel=2)
+        constraints = replace(constraints, schedule=None, warmup=None)
     found = planned(replace(problem, constraints=constraints), config.planner)
     return [one for one in found if not config.exact_ties or planned_join(one.plan) == 1]  # which adds in its own order
 

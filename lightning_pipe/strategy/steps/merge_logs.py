@@ -17,16 +17,14 @@ Legend: a piece is what one play of the last stage said.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from lightning_pipe.capture.recording.replay_state import same_left
 from lightning_pipe.capture.recording.said_roles import LENGTH, Said
+from lightning_pipe.capture.replayed.head_words import Words, left_unlike
 from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unlike_bend
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
@@ -43,20 +41,17 @@ from lightning_pipe.capture.steps.numbers import (
 )
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
-    KeptState,
     LogCall,
     MetricValue,
     ObjectCall,
     Ref,
     StepRecord,
 )
-from lightning_pipe.capture.steps.trees import branches, found_in, mapped, rebuilt
+from lightning_pipe.capture.steps.trees import branches, found_in, rebuilt
 from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
-
-Words: TypeAlias = tuple[int, int, int, StepRecording]  # micro-batch, first sample, samples, what was said
 
 
 @dataclass(frozen=True)
@@ -198,17 +193,7 @@ def _differing(words: Sequence[Words]) -> str:
         return "a question that the step asks of its tensors has different answers for micro-batches"
     if len({call_keys(recording.calls) for recording in ends}) > 1:
         return "it logs other names for some of its micro-batches"
-    left: dict[int, list[KeptState]] = {}
-    for microbatch, _, _, recording in words:
-        named = {str(i): tensor for i, tensor in enumerate(recording.results)}
-        real = partial(mapped, kinds=Ref, function=partial(lambda named, ref: named.get(ref.name, ref), named))
-        left.setdefault(microbatch, []).extend(replace(kept, value=real(kept.value)) for kept in recording.kept)
-    first, *others = left.values()
-    for other in others:
-        for one, two in itertools.zip_longest(first, other):
-            if one is None or two is None or not same_left(one, two):
-                return f"what it keeps in {(one or two).name} is different for micro-batches"
-    return ""
+    return left_unlike(words)
 
 
 def unequally_divided(words: Sequence[Words]) -> list[str]:
@@ -227,7 +212,8 @@ def _holds_loss(returned: Any) -> bool:
 
 def _on_host(recording: StepRecording) -> StepRecording:
     results = [tensor.detach().cpu() for tensor in recording.results]
-    return replace(recording, results=results, loss_notes=recording.loss_notes.on_host())
+    loss = None if recording.loss is None else recording.loss.detach().cpu()
+    return replace(recording, results=results, loss=loss, loss_notes=recording.loss_notes.on_host())
 
 
 class _Merger:

@@ -14,6 +14,8 @@ from functools import partial
 
 import torch
 
+from lightning_pipe.capture.replayed.head_words import head_words
+from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
@@ -137,11 +139,16 @@ class Runner:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
             plays.turn({name: flag for *_, one in words if one.is_whole for name, flag in one.turned.items()})
-            differing, lasts = uneven(words, how=plays.combining, sizes=plays.proportional)
-            bent = bent_unlike(words)
-            if training:
+            if (headed := head_words(words)) is not None:
+                differing = headed.unlike(values[LOSS]) if LOSS in values else headed.unlike(None)
+                record, said_values = headed.record(self._device)
+                values = {**values, **said_values}
+            else:
+                differing, lasts = uneven(words, how=plays.combining, sizes=plays.proportional)
+                bent = bent_unlike(words)
+            if training and headed is None:
                 differing = differing or self._unweighable(step.captured, unequally_divided(words))
-            if not differing or len(sizes) == 1:
+            if headed is None and (not differing or len(sizes) == 1):
                 record, said, unknown = combined(
                     words, device=self._device, proportional=plays.proportional, how=plays.combining
                 )

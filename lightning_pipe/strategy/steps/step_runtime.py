@@ -24,7 +24,7 @@ from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.text_fields import texts
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import AnyCompute, Layout, Program, Seam, VerifiedProgram
+from lightning_pipe.core.program import AnyCompute, CopyingOrder, Layout, Program, Seam, VerifiedProgram
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
@@ -37,7 +37,7 @@ from lightning_pipe.schedule.formats.text import format_program
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
 from lightning_pipe.schedule.registry import planned_join, planned_order
-from lightning_pipe.schedule.rules import Dataflow
+from lightning_pipe.schedule.rules import Dataflow, forwards_first, is_forwards_first
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import WeightPolicy
@@ -252,7 +252,7 @@ class RankStep:
         layout, count = self.plan.layout, len(sizes)
         return verify(
             lower(
-                planned_order(self.plan, microbatches=count) if training else forward_only(layout, count),
+                self._planned_order(count) if training else forward_only(layout, count),
                 layout=layout,
                 sizes=sizes,
                 traffic=self.split.traffic,
@@ -265,6 +265,17 @@ class RankStep:
             ),
             launches=self._links.transport.launches,
         )
+
+    def _planned_order(self, microbatches: int) -> CopyingOrder:
+        """Return the order of a batch; all forwards first where gradients need all samples, whatever was planned."""
+        order, head = planned_order(self.plan, microbatches=microbatches), self.split.traffic.head
+        if head is None or not head.holds_backwards or is_forwards_first(order):
+            return order
+        rank_zero_warn(
+            f"Gradients of {self.captured.request.method} need all samples of a batch at once, which was not planned "
+            f"for: all forwards run before its backwards, and activations of {microbatches} micro-batches are kept."
+        )
+        return forwards_first(order)
 
     def prove_rounds(self, policy: WeightPolicy, sizes: tuple[int, ...]) -> None:
         """Prove, once, that rounds of such batches fit together and keep what the policy promises.

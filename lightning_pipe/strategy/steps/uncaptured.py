@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_pipe.capture import Request
 from lightning_pipe.capture.recording.said_roles import NOTHING_SAID
+from lightning_pipe.capture.replayed.head_words import Words
 from lightning_pipe.capture.replayed.module_scope import keyed
 from lightning_pipe.capture.replayed.replay_values import finish
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
@@ -25,7 +26,7 @@ from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import UncapturedError, UnsupportedError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.start.on_device import run_on_device
-from lightning_pipe.strategy.steps.merge_logs import Words, combined, gathered
+from lightning_pipe.strategy.steps.merge_logs import combined, gathered
 from lightning_pipe.strategy.steps.step_calls import StepRequest, StepSaid
 from lightning_pipe.strategy.steps.step_capture import RankSetup
 
