@@ -41,10 +41,11 @@ UNKNOWN_MIXING = "samples may be mixed"  # by some operation, as numbers show
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Where the samples of a value lie: `rows` consecutive rows of `dim` each."""
+    """Where the samples of a value lie: `rows` consecutive rows of `dim` each, all of them `outer` times."""
 
     dim: int
     rows: int
+    outer: int = 1
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         size_in_batch=_size_in_batch(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
+        outer=found.outer if found else 1,
         combine=_combining(role),
         order=_memory_order(meta, joint),
     )

@@ -305,7 +305,7 @@ class MicrobatchGraph:
         blocks = [*[1] * self._batch_dim, *blocks]
         node.meta["val"] = self._forms.new(source.meta["val"], blocks)
         self._note(node, Rows(self._batch_dim))
-        return self._laid_out(node, source, rows, lead=self._batch_dim)
+        return self._laid_out(node, source, rows)
 
     def _from_head(self, source: fx.Node, rows: Rows | None) -> fx.Node:
         """Return a value that is computed when all micro-batches have run forward."""
@@ -315,21 +315,15 @@ class MicrobatchGraph:
         self._inputs_end = node
         node.meta = {key: source.meta[key] for key in _KNOWN if key in source.meta}
         self.head_outputs.append(HeadOutput(node.name, source.name, rows))
-        if rows is None or rows.outer == 1:
-            placement: Placement = WHOLE if rows is None else rows
-            node.meta["val"] = self._forms.described(source.meta["val"], placement)
-            self._note(node, placement)
-            return node
-        shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
-        blocks = [self.symbol, *shape[: rows.dim], rows.outer, rows.per_sample, *shape[rows.dim + 1 :]]
-        node.meta["val"] = self._forms.new(source.meta["val"], blocks)
-        self._note(node, Rows(0))
-        return self._laid_out(node, source, rows, lead=0)
+        placement: Placement = WHOLE if rows is None else rows
+        node.meta["val"] = self._forms.described(source.meta["val"], placement)
+        self._note(node, placement)
+        return node
 
-    def _laid_out(self, node: fx.Node, source: fx.Node, rows: Rows, *, lead: int) -> fx.Node:
+    def _laid_out(self, node: fx.Node, source: fx.Node, rows: Rows) -> fx.Node:
         """Put rows that lie in the first dimension where an operator wants them."""
         shape = [*map(self._forms.of_batch, source.meta["val"].shape)]
-        dim = rows.dim
+        lead, dim = self._batch_dim, rows.dim
         order = [*range(lead + 1, lead + dim + 2), lead, *range(lead + dim + 2, lead + len(shape) + 2)]
         sizes = [*shape[:dim], rows.outer * self.symbol * rows.per_sample, *shape[dim + 1 :]]
         permuted = self._insert(_aten.permute.default, (node, [*range(lead), *order]), like=self._here)
@@ -456,21 +450,6 @@ class MicrobatchGraph:
     def varies(self, source: fx.Node) -> bool:
         """Return whether a value is of the batch alone, and differs between batches."""
         return source in self._varying
-
-    def samples_first(self, part: fx.Node, rows: Rows) -> fx.Node:
-        """Return rows in blocks of `(samples, ..., outer, per_sample, ...)`."""
-        shape = [size.node.expr if isinstance(size, torch.SymInt) else size for size in part.meta["val"].shape]
-        dim, more = rows.dim, len(shape) + 2
-        sizes = [*shape[:dim], rows.outer, self.symbol, rows.per_sample, *shape[dim + 1 :]]
-        blocks = self._insert(_aten.reshape.default, (part, [*map(self._size, sizes)]), like=part)
-        blocks.meta["val"] = self._forms.new(part.meta["val"], sizes)
-        order = [dim + 1, *range(dim + 1), *range(dim + 2, more)]
-        first = self._insert(_aten.permute.default, (blocks, order), like=part)
-        copy = self._insert(_aten.clone.default, (first,), like=part)
-        first.meta["val"] = copy.meta["val"] = self._forms.new(part.meta["val"], [sizes[at] for at in order])
-        for node in (first, copy):
-            self._note(node, Rows(0))
-        return copy
 
     def local(self, node: fx.Node) -> fx.Node:
         """Return what a micro-batch makes of its own samples where the batch makes something of all."""

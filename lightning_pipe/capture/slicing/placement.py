@@ -41,11 +41,6 @@ class Rows:
         blocks: torch.Tensor = value.unflatten(self.dim, (self.outer, total, self.per_sample))
         return blocks.narrow(self.dim + 1, start, samples).flatten(self.dim, self.dim + 2)
 
-    def placed(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return rows that lie in blocks of `(samples, ..., outer, per_sample, ...)` in their dimension."""
-        moved: torch.Tensor = blocks.movedim(0, self.dim + 1)
-        return moved.flatten(self.dim, self.dim + 2)
-
     def blocks(self, value: torch.Tensor, samples: int) -> torch.Tensor:
         """Return the rows of so many samples in blocks of `(samples, ..., outer, per_sample, ...)`."""
         split: torch.Tensor = value.unflatten(self.dim, (self.outer, samples, self.per_sample))

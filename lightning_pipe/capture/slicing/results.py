@@ -70,7 +70,7 @@ class AfterAll:
     def __init__(self, slicing: Slicing, build: MicrobatchGraph, device: torch.device) -> None:
         self._slicing, self._build, self._device = slicing, build, device
         self.nodes = build.nodes
-        self._wanted: list[tuple[fx.Node, str, dict[fx.Node, tuple[fx.Node, Rows | None]]]] = []
+        self._wanted: list[tuple[fx.Node, str, dict[fx.Node, fx.Node]]] = []
         self.sources: list[fx.Node] = []
         self.names: dict[str, str] = {}
         self.by_parts: list[str] = []
@@ -79,8 +79,8 @@ class AfterAll:
         """Return the value of micro-batches that makes a result, in a list that is empty if there is none."""
         node, build = self.nodes[name], self._build
         placement = self._slicing.placements[node]
-        is_row = isinstance(placement, Rows) and placement.outer == 1
-        combined = build.part(name) if is_row or placement in (TERMS, LOCAL) else build.once(name)
+        is_part = isinstance(placement, Rows) or placement in (TERMS, LOCAL)
+        combined = build.part(name) if is_part else build.once(name)
         if combined is None and not self._is_derived(node, ""):
             combined = build.local(node)
             self.by_parts.append(line_of(node))
@@ -104,11 +104,11 @@ class AfterAll:
         if any(not self._is_small(source) for source in sources if source is not node) or self._draws(node, sources):
             return False
         self._wanted.append((node, state, sources))
-        self.sources += [given for given, _ in sources.values() if given not in self.sources]
+        self.sources += [given for given in sources.values() if given not in self.sources]
         return True
 
-    def sources_of(self, result: fx.Node) -> dict[fx.Node, tuple[fx.Node, Rows | None]]:
-        """Return what a value of all samples is made of -> its value in a micro-batch, and rows if these lie first."""
+    def sources_of(self, result: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Return what a value of all samples is made of -> its value in a micro-batch."""
         return {node: self._given(node) for node in self._behind(result) if self._is_source(node)}
 
     def _draws(self, result: fx.Node, sources: Mapping[fx.Node, Any]) -> bool:
@@ -139,17 +139,15 @@ class AfterAll:
         has_samples = isinstance(slicing.placements[node], Rows) or self._build.varies(node)
         return count <= _MOST_NUMBERS * (slicing.samples if has_samples else 1)
 
-    def _given(self, node: fx.Node) -> tuple[fx.Node, Rows | None]:
-        build, placement = self._build, self._slicing.placements[node]
+    def _given(self, node: fx.Node) -> fx.Node:
+        build = self._build
         if self._slicing.levels[node] and self._slicing.makes(node):
             raise WaitsForAllError(node)
         part = build.part(node.name)
         if part is None:
             part = build.once(node.name)
         assert part is not None, f"{node} is there before all micro-batches are"
-        if isinstance(placement, Rows) and placement.outer > 1:
-            return build.samples_first(part, placement), placement
-        return part, None
+        return part
 
     @property
     def derived(self) -> tuple[Derived, ...]:
@@ -157,18 +155,14 @@ class AfterAll:
         emitter = Emitter(self._slicing.joint, repeated=frozenset(), device=self._device)
         return tuple(self._made(emitter, *wanted) for wanted in self._wanted)
 
-    def _made(
-        self, emitter: Emitter, node: fx.Node, state: str, sources: Mapping[fx.Node, tuple[fx.Node, Rows | None]]
-    ) -> Derived:
+    def _made(self, emitter: Emitter, node: fx.Node, state: str, sources: Mapping[fx.Node, fx.Node]) -> Derived:
         return Derived(node.name, half_of(emitter, sources, [node.name]), line_of(node), state)
 
 
-def half_of(emitter: Emitter, sources: Mapping[fx.Node, tuple[fx.Node, Rows | None]], outputs: Sequence[str]) -> Half:
+def half_of(emitter: Emitter, sources: Mapping[fx.Node, fx.Node], outputs: Sequence[str]) -> Half:
     """Return the function of values of micro-batches put together that makes values of the whole batch."""
     half = emitter.make((), inputs=[source.name for source in sources], outputs=outputs)
-    laid_out = [rows for _, rows in sources.values()]
-    run = _with_rows(half.run, laid_out) if any(laid_out) else half.run
-    return replace(half, inputs=tuple(given.name for given, _ in sources.values()), run=run, code=None)
+    return replace(half, inputs=tuple(given.name for given in sources.values()), code=None)
 
 
 class Head:
@@ -184,7 +178,7 @@ class Head:
 
     def __init__(self, slicing: Slicing, build: MicrobatchGraph) -> None:
         self._slicing, self._build = slicing, build
-        self._sources: dict[fx.Node, tuple[fx.Node, Rows | None]] = {}
+        self._sources: dict[fx.Node, fx.Node] = {}
         self._operations: list[fx.Node] = []
         pending = [build.nodes[output.source] for output in build.head_outputs]
         seen = {*pending}
@@ -192,7 +186,7 @@ class Head:
             node = pending.pop()
             given = build.for_head(node)
             if given is not None:
-                self._sources[node] = self._with_samples_first(node, given)
+                self._sources[node] = given
             elif slicing.makes(node) and slicing.levels[node]:
                 raise WaitsForAllError(node)
             else:
@@ -200,13 +194,7 @@ class Head:
                 new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
                 seen.update(new)
                 pending += new
-        self.inputs = [given for given, _ in self._sources.values()]
-
-    def _with_samples_first(self, node: fx.Node, given: fx.Node) -> tuple[fx.Node, Rows | None]:
-        placement = self._slicing.placements[node]
-        if isinstance(placement, Rows) and placement.outer > 1:
-            return self._build.samples_first(given, placement), placement
-        return given, None
+        self.inputs = [*self._sources.values()]
 
     def half(self, device: torch.device) -> Half | None:
         """Return the function; None if nothing needs all samples."""
@@ -215,9 +203,7 @@ class Head:
             return None
         emitter = Emitter(self._slicing.joint, repeated=frozenset(), device=device)
         half = half_of(emitter, self._sources, [output.source for output in outputs])
-        first = [output.rows if output.rows is not None and output.rows.outer > 1 else None for output in outputs]
-        run = _with_blocks(half.run, first) if any(first) else half.run
-        return replace(half, outputs=tuple(output.name for output in outputs), run=run)
+        return replace(half, outputs=tuple(output.name for output in outputs))
 
     @property
     def work(self) -> HeadWork | None:
@@ -239,26 +225,6 @@ def _bytes(node: fx.Node, slicing: Slicing) -> int:
     values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return sum(math.prod(map(slicing.number, tensor.shape)) * tensor.element_size() for tensor in tensors)
-
-
-def _with_blocks(run: Any, first: list[Rows | None]) -> Any:
-    """Return a function that gives rows in blocks of `(samples, ..., outer, per_sample, ...)`."""
-
-    def in_blocks(samples: int, key: Any, *values: Any) -> Any:
-        made = zip(run(samples, key, *values), first, strict=True)
-        return tuple(value if rows is None else rows.blocks(value, samples) for value, rows in made)
-
-    return in_blocks
-
-
-def _with_rows(run: Any, laid_out: list[Rows | None]) -> Any:
-    """Return a function of values whose samples lie in their first dimension."""
-
-    def of_rows(samples: int, key: Any, *values: Any) -> Any:
-        pairs = zip(values, laid_out, strict=True)
-        return run(samples, key, *(value if rows is None else rows.placed(value) for value, rows in pairs))
-
-    return of_rows
 
 
 def _is_size(node: fx.Node) -> bool:

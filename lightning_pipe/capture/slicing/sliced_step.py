@@ -215,8 +215,8 @@ def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Ma
     for node in joint.module.graph.nodes:
         placement = build.placements.get(node.name, WHOLE)
         known[node.name] = "cat" if isinstance(placement, Rows) else _ROLES[placement]
-        if isinstance(placement, Rows) and placement.outer == 1:
-            samples[node.name] = SampleRows(placement.dim, placement.per_sample)
+        if isinstance(placement, Rows):
+            samples[node.name] = SampleRows(placement.dim, placement.per_sample, placement.outer)
     statistics = (node for node in slicing.operations if takes_batch_statistics(node) and _is_local(slicing, node))
     coupled = {node.name: BATCH_STATISTICS for node in statistics}
     return Flow({**known, **roles}, samples, coupled, frozenset(), "same" if joint.loss is None else "sum")

@@ -72,6 +72,7 @@ class Value:
             these, too; None where it does not.
         order: dimensions from the slowest to the fastest in memory, as the step leaves them; () is row-major.
             Kept on the way to another rank, because kernels round differently for other strides.
+        outer: how often all samples follow each other in `batch_dim`, as in `cat([z1, z2])`.
         combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
             samples; `sum`, `max`, `min`; `same` where it does not depend on the samples.
     """
@@ -84,6 +85,7 @@ class Value:
     combine: Combine = "same"
     order: tuple[int, ...] = ()
     size_in_batch: Callable[[int, int], tuple[int, ...]] | None = None
+    outer: int = 1
 
     def shape(self, samples: int, batch_samples: int = 0) -> tuple[int, ...]:
         """Return the shape for so many samples of a batch of so many; 0 for as many as the step was captured with."""
