@@ -186,7 +186,10 @@ def fitted(names: list[str], options: dict[str, Any] | None, batches: int) -> di
         data = DataLoader(TensorDataset(x, torch.randint(4, (len(x),), generator=generator)), SAMPLES)
         pl.seed_everything(3, verbose=False)
         module, said = Net(name), Said()
-        trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[said])
+        strategy = "auto" if options is None else dapple(**options)
+        trainer = make_trainer(
+            strategy, max_epochs=1, callbacks=[said], accumulate_grad_batches=1 + (name == "triplets")
+        )
         trainer.fit(module, data, data)
         logged = {key: float(value) for key, value in trainer.callback_metrics.items()}
         weights = {key: parameter.detach().clone() for key, parameter in module.named_parameters()}

@@ -11,12 +11,13 @@ from torch import nn
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_needs import head_needs, readers_of, uncuttable
+from lightning_pipe.capture.replayed.replay_needs import compared_units, head_needs, readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import leaf_size
 from lightning_pipe.core.graph import CALL, Graph, HeadWork, Operation, Tensor
 from lightning_pipe.profiles.published_graph import graph_of, stash_of
 from lightning_pipe.profiles.published_layers import Layers
 
+ASKED_BYTES = 16.0  # of a sample: the sums of its rows, and how large they are
 _STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -73,7 +74,13 @@ def _head_work(trace: UnitTrace, request: Request) -> HeadWork | None:
 def _with_leaves(
     tensors: tuple[Tensor, ...], operations: tuple[Operation, ...], trace: UnitTrace, request: Request
 ) -> tuple[tuple[Tensor, ...], tuple[Operation, ...]]:
-    """Add the tensors of the batch, which are read, and kept for the backward, as outputs of units are."""
+    """Add the tensors of the batch, which are read, and kept for the backward, as outputs of units are.
+
+    What a head compares travels to the last unit, whose stage it is on.
+    """
+    sizes = leaf_sizes(trace, request)
+    asked = compared_units(trace, sizes) if trace.head else ()
+    compared = head_needs(trace, asked).leaves if trace.head else ()
     count, found, reads = len(trace.units), [*tensors], [[*operation.reads] for operation in operations]
     for number, leaf in enumerate(request.structure.leaves):
         along = request.batch_dim if request.samples is not None and len(leaf.shape) > request.batch_dim else None
@@ -83,8 +90,19 @@ def _with_leaves(
             for operation in (reader, 2 * count - 1 - reader):
                 if operation == reader or reads[operation]:
                     reads[operation].append(len(found))
+        if number in compared and count - 1 not in readers_of(trace, ("leaf", number)):
+            reads[count - 1].append(len(found))
         found.append(Tensor(f"leaf{number}", -1, -1, per_sample, fixed))
+    for k in (k for k in asked if k < count - 1):
+        reads[count - 1].append(len(found))
+        found.append(Tensor(f"asked{k}", k, -1, ASKED_BYTES, 0))
     return tuple(found), tuple(replace(o, reads=tuple(r)) for o, r in zip(operations, reads, strict=True))
+
+
+def leaf_sizes(trace: UnitTrace, request: Request) -> list[float]:
+    """Return how many numbers the tensors of the batch have by sample."""
+    dim = request.batch_dim if request.samples is not None else None
+    return [math.prod(leaf_size(leaf, trace.samples, dim)) / trace.samples for leaf in request.structure.leaves]
 
 
 def _operator(request: Request, unit: Unit) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -14,10 +13,12 @@ import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.head_split import (
+from lightning_pipe.capture.replayed.replay_graph import leaf_sizes
+from lightning_pipe.capture.replayed.replay_head import (
     OF_HEAD,
     TANGENT,
     TAPE,
+    ReplayHead,
     asked_name,
     batch_head,
     fixed_size,
@@ -28,7 +29,6 @@ from lightning_pipe.capture.replayed.head_split import (
     state_names,
     state_values,
 )
-from lightning_pipe.capture.replayed.replay_head import ReplayHead
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
@@ -84,7 +84,7 @@ class UnitSplitter:
         """Cut before the units at these positions, which must be allowed."""
         bounds = (0, *cuts, len(self._units))
         if self._trace.head:
-            self._asked = compared_units(self._trace, self._leaf_sizes())
+            self._asked = compared_units(self._trace, leaf_sizes(self._trace, self._request))
         stages = [
             self._stage(number, begin, end, is_last=number == len(cuts))
             for number, (begin, end) in enumerate(itertools.pairwise(bounds))
@@ -117,11 +117,6 @@ class UnitSplitter:
     def _stops(self) -> bool:
         """Return whether plays of the last stage end behind its last unit."""
         return self._trace.head == "holds" or (self._trace.head == "speaks" and self._trace.loss is None)
-
-    def _leaf_sizes(self) -> list[float]:
-        """Return how many numbers the tensors of the batch have by sample."""
-        leaves, samples = self._request.structure.leaves, self._trace.samples
-        return [math.prod(leaf_size(leaf, samples, self._batch_dim)) / samples for leaf in leaves]
 
     def _stage(self, number: int, begin: int, end: int, *, is_last: bool) -> _Stage:
         needs = needs_of(self._trace, begin, end, is_last=is_last and not self._stops)
