@@ -107,8 +107,7 @@ class Pipeline:
     @property
     def is_measured(self) -> bool:
         """Return whether it was measured, and said, what micro-batches change."""
-        first = self._preparation.first
-        return self._preparation.role is not None or (first is not None and first.is_exact)
+        return self._preparation.role is not None
 
     @property
     def proposal(self) -> Planned | None:
