@@ -344,10 +344,13 @@ def test_policies_of_weight_versions_are_compared_with_a_flush(run, here):
     rows = {name: re.search(rf"^  {name} .*", told, re.MULTILINE)[0] for name in ("sync", *POLICIES)}
     assert "1.000" in rows["sync"] and re.search(r"1 1 +2 2", rows["2bw"]) and re.search(r"1 0 +2 1", rows["pipedream"])
     told = run("plan", *CHAIN, "ranks=2", "layout=1-1", "versions=2bw")
-    assert "is not the training of one device: gradients are late by up to 1 update" in told
-    assert "data parallel" not in told
+    for text in (told, run("explain", *CHAIN, "ranks=2", "plan=plan.yaml", "versions=2bw")):
+        assert text.count("is not the training of one device: gradients are late by up to 1 update") == 1
+        assert "data parallel" not in text
     assert "versions" not in (here / "plan.yaml").read_text()
     assert "is not the training" in run("simulate", *CHAIN, "ranks=2", "plan=plan.yaml", "versions=2bw")
+    refused = run("compare", *CHAIN, "ranks=2", "layout=2", "versions=all")
+    assert re.findall("No plan for ([^:]*):", refused) == [", ".join(POLICIES)], "once"
     options = [*CHAIN, "ranks=2", "versions=all", "warmup=pa"]
     with pytest.raises(ConfigError, match="versions='all' and warmup"):
         read_options(COMMANDS["compare"][0], options)

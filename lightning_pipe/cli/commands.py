@@ -23,7 +23,7 @@ from lightning_pipe.cli.tables import Attempt, attempts_table, policies_table, r
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.comparison.alternatives import alternatives, larger_batch
+from lightning_pipe.planner.comparison.alternatives import alternatives, difference_of, larger_batch
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge, unfolded
 from lightning_pipe.planner.evaluation.resolve import check_weights
@@ -79,6 +79,8 @@ def run_simulate(options: SimulateOptions, width: int) -> Iterator[str]:
     problem = problem_of(options)
     judged = _given(str(options.plan), problem)
     yield from _tables(judged, problem, width)
+    if difference := difference_of(judged, problem):
+        yield wrapped(difference, width)
     if (excess := judged.overflow(problem.cluster)) > 0:
         yield f"Predicted: the plan does not fit; the fullest rank needs {format_bytes(excess)} more than it has."
     yield from _tight(judged, problem, width)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich import box
@@ -11,7 +12,6 @@ from rich.table import Table
 
 from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
-from lightning_pipe.planner.evaluation.rounds import versions_sentence
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of, wrapped
 from lightning_pipe.schedule.rounds import delays_of
@@ -57,11 +57,7 @@ def rank_table(judged: Judged, problem: Problem, *, width: int = WIDTH) -> str:
         rows.setdefault(cells, []).append(rank)
     for figures, ranks in rows.items():
         table.add_row(numbers_text(ranks), *figures)
-    lines = [wrapped(headline, width)]
-    if judged.policy is not None:
-        sentence = versions_sentence(problem.constraints.versions, judged.plan, judged.version_bytes)
-        lines.append(wrapped(sentence, width))
-    return "\n\n".join([*lines, text_of(table, width)])
+    return f"{wrapped(headline, width)}\n\n{text_of(table, width)}"
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,18 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
             judged.plan.layout_text,
             str(judged.plan.microbatches),
         )
-    reasons = (wrapped(f"No plan for {n}: {judged}", width) for n, judged in found.items() if isinstance(judged, str))
-    return "\n".join([text_of(table, width), *reasons])
+    reasons = _reasons({name: judged for name, judged in found.items() if isinstance(judged, str)})
+    return "\n".join([text_of(table, width), *(wrapped(reason, width) for reason in reasons)])
+
+
+def _reasons(refused: Mapping[str, str]) -> Iterator[str]:
+    """Yield why policies have no plan; once for all that have the same reason but for their names."""
+    alike = defaultdict[str, list[str]](list)
+    for name, reason in refused.items():
+        alike[reason.replace(f"versions={name!r}", "versions=...")].append(name)
+    for common, names in alike.items():
+        reason = common if len(names) > 1 else refused[names[0]]
+        yield f"No plan for {', '.join(names)}: {reason}"
 
 
 _HEADINGS = ("bubble", "peak memory", "ranks per stage", "micro-batches", "planned in")

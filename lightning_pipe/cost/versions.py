@@ -1,14 +1,16 @@
 """Weight versions of a rank: the bytes that it holds beside its parameters, and the seconds of making them at a step.
 
-    versions   (bytes of the trained parameters that I or W reads) x (versions - 1); of all trained parameters for
-               versions that forwards read too (PipeDream-2BW, vertical sync)
-    scratch    bytes of the trained parameters x copies that are made for computes to read, such as predicted weights
+    versions   weights of older versions: those that I or W reads, or all where forwards read them too (PipeDream-2BW,
+               vertical sync)
+    scratch    copies that are made for computes to read, such as predicted weights
     seconds    (bytes that a step copies x seconds per byte of a copy
-               + bytes of scratch x seconds per byte of an optimizer step) / speed of the device
+               + bytes that a round's predictions and corrections pass over x seconds per byte of an optimizer step)
+               / speed of the device
 
 In the steady state both are there all the time, so they belong to the state of a rank. A step copies each of these
 parameters once, whatever the number of versions (`runtime.versions`). A prediction passes over parameters and state,
-as the optimizer's step does. Left out: seconds of a copy that do not depend on its bytes.
+as the optimizer's step does, and a round may make several (`schedule.predictions`). Left out: seconds of a copy that do
+not depend on its bytes, and the weights that are kept where an optimizer that has no velocity is predicted.
 
 Legend: one stage per rank, as rounds have it.
 """
@@ -17,10 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.cost.stage import StageWork
+
+
+class WeightCounts(NamedTuple):
+    """Weights of a stage, counted: copies of them, or passes over them.
+
+    Attributes:
+        everything: of all trained parameters.
+        read_back: of those alone that I or W reads.
+    """
+
+    everything: int = 0
+    read_back: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,28 +44,30 @@ class StageVersions:
 
     Attributes:
         copies: versions beside the present one.
-        for_forward: how many of them forwards read, too.
-        scratch: copies of all parameters that computes read for a moment.
+        scratch: copies that computes read for a moment, or corrections need.
+        passes: that predictions and corrections of a round make.
     """
 
-    copies: int = 0
-    for_forward: int = 0
-    scratch: int = 0
+    copies: WeightCounts
+    scratch: WeightCounts
+    passes: WeightCounts
 
 
 @dataclass(frozen=True)
 class VersionBytes:
-    """Bytes that a rank holds beside its parameters.
+    """Bytes of the versions of a rank.
 
     Attributes:
         copied: that one step copies.
         copies: of all versions but the present one.
         scratch: of copies that computes read for a moment.
+        passed: that predictions and corrections of a round pass over.
     """
 
     copied: int = 0
     copies: int = 0
     scratch: int = 0
+    passed: int = 0
 
     def step_s(self, profile: OptimizerProfile, *, speed: float) -> float:
         """Return the seconds by which they make a step longer.
@@ -59,7 +76,7 @@ class VersionBytes:
             profile: measured on a device of speed 1.
             speed: speed of the rank's device.
         """
-        return (self.copied * profile.copy_s_per_byte + self.scratch * profile.seconds_per_byte) / speed
+        return (self.copied * profile.copy_s_per_byte + self.passed * profile.seconds_per_byte) / speed
 
 
 def version_bytes(
@@ -75,9 +92,12 @@ def version_bytes(
     """
     names, everything = read_by_backward(work, graph), sum(trained.values())
     read = sum(size for name, size in trained.items() if name in names)
-    copies = everything * versions.for_forward + read * (versions.copies - versions.for_forward)
-    copied = everything if versions.for_forward else read if versions.copies else 0
-    return VersionBytes(copied, copies, everything * versions.scratch)
+
+    def size_of(weights: WeightCounts) -> int:
+        return everything * weights.everything + read * weights.read_back
+
+    copied = everything if versions.copies.everything else read if versions.copies.read_back else 0
+    return VersionBytes(copied, *map(size_of, (versions.copies, versions.scratch, versions.passes)))
 
 
 def read_by_backward(work: StageWork, graph: Graph) -> frozenset[str]:

@@ -39,6 +39,7 @@ class Alternative:
         bubble: mean over the ranks.
         bytes_sent: bytes that all ranks together send per step, sums of gradients included.
         stages: stages of the model; 1 on several ranks is data parallel training.
+        difference: of the plan from the training of one device, as a sentence; "" where there is none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Alternative:
     bubble: float
     bytes_sent: int
     stages: int
+    difference: str = ""
 
 
 def explain(alternatives: Sequence[Alternative], *, timeline: Timeline, width: int = WIDTH) -> str:
@@ -68,6 +70,7 @@ def sentences(alternatives: Sequence[Alternative], *, timeline: Timeline) -> lis
     """Return the sentences of a summary; arguments as for `explain`."""
     plan, others = _plan_and_others(alternatives)
     return [
+        *filter(None, [plan.difference]),
         *(sentence for other in others for sentence in _against(plan, other)),
         *_microbatches(plan, [other for other in others if other.kind == "variant"]),
         *time_sentences(timeline, "Predicted"),
@@ -110,10 +113,12 @@ def _against_one_device(plan: Alternative, one: Alternative) -> str:
     devices, gain = len(plan.peak_bytes), one.step_s / plan.step_s
     if not one.fits:
         return f"Predicted: one device would need {format_bytes(max(one.peak_bytes))}, which does not fit."
+    other = " and versions='sync', which trains without late gradients" if plan.difference else ""
     if gain < 1 - UNCERTAIN:
-        return f"Predicted: one device fits and takes {_times(one, plan)} the time of this plan: use devices=1."
+        return f"Predicted: one device fits and takes {_times(one, plan)} the time of this plan: use devices=1{other}."
     if gain < 1 + UNCERTAIN:
-        return f"Predicted: one device fits and is about as fast ({_times(one, plan)} the time): consider devices=1."
+        as_fast = f"about as fast ({_times(one, plan)} the time)"
+        return f"Predicted: one device fits and is {as_fast}: consider devices=1{other}."
     why = ""
     if gain < devices:
         why = f"; {_why_not(plan)}"

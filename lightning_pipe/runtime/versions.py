@@ -4,8 +4,7 @@ A version is nothing but tensors that a micro-batch holds: what is pinned is fou
 before the parameters are looked at. An optimizer writes parameters in place. So right before its step, the parameters
 that micro-batches in flight hold are copied, once for all of them. What neither I nor W reads is never copied.
 
-Predictions depend on weights and the optimizer's state alone, so between two steps one serves all that follow each
-other with the same horizon.
+Which predictions are kept, and when one is made, says `schedule.predictions`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from lightning_pipe.core.effects import OwnWork
-from lightning_pipe.core.program import Program, Seam
+from lightning_pipe.core.program import ComputeKind, Program, Seam
 from lightning_pipe.core.versions import Pin, PinEntry, PinOlder, Predict, PredictBack
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.handlers import RankParts, handles
@@ -25,6 +24,7 @@ from lightning_pipe.runtime.job import BatchInput, ResultSlice
 from lightning_pipe.runtime.stage import Stage
 from lightning_pipe.runtime.weights.corrections import Correction
 from lightning_pipe.runtime.weights.prediction import Prediction
+from lightning_pipe.schedule.predictions import PredictionCache
 
 Contents = dict[str, torch.Tensor]
 Buffers = dict[str, list[torch.Tensor]]  # of values that are read instead of parameters
@@ -46,13 +46,14 @@ class Versions:
         self._older: dict[int, Contents] = {}
         self._entries = Entries()
         self._buffers: dict[int, Buffers] = defaultdict(lambda: defaultdict(list))
-        self._predicted: dict[tuple[int, str, int], Contents] = {}  # by stage, pass and number of the batch
+        self._predicted: dict[int, PredictionCache[Contents]] = {}  # by stage
+        self._batch = 0  # micro-batches of the batch
         self._job: BatchInput | None = None
         self.prediction: Prediction | Correction | None = None
 
     def begin(self, program: Program, job: BatchInput) -> None:
         """Learn whether the program leaves forwards in flight, and whether later ones read an older version."""
-        seam, self._job = program.seam, job
+        seam, self._job, self._batch = program.seam, job, program.batch
         if seam is None or seam.is_first:
             self._forget_predictions()
         self._leaves_some = seam is not None and any(seam.leaves)
@@ -70,7 +71,7 @@ class Versions:
         stage = self._stages[work.stage]
         stage.pin(work.microbatch, self._entries.version(work.stage, work.microbatch) or stage.parameters_now())
 
-    def predict(self, work: OwnWork, kind: str) -> None:
+    def predict(self, work: OwnWork, kind: ComputeKind) -> None:
         """Let F, or I and W, of a micro-batch read predicted weights.
 
         Raises:
@@ -78,30 +79,33 @@ class Versions:
         """
         if self.prediction is None or self._job is None:
             raise PipelineError(f"{work} asks for predicted weights, and nobody was told to predict them.")
-        stage, once = self._stages[work.stage], self.prediction.once
-        batch = self._job.of(work.microbatch)[0].step if once else 0
-        if (key := (work.stage, kind, batch)) not in self._predicted:
-            for other in [x for x in self._predicted if x[0] == work.stage and (x[1] == kind or not once)]:
-                del self._predicted[other]  # so that its buffers are free
-            self._predicted[key] = self._predict(stage, kind)
-        stage.pin(work.microbatch, self._predicted[key], for_forward=kind == "F")
+        stage, prediction = self._stages[work.stage], self.prediction
+        if work.stage not in self._predicted:
+            self._predicted[work.stage] = PredictionCache(prediction.horizons(work.stage), prediction.once)
+        cache = self._predicted[work.stage]
 
-    def _predict(self, stage: Stage, kind: str) -> Contents:
-        assert self.prediction is not None, "asked by who predicts"
-        now, free = stage.parameters_read(forward=kind == "F"), self._free(stage)
-        horizon = self.prediction.horizons(stage.program.stage)[kind != "F"]
-        predicted = self.prediction.predict(now, horizon, into=lambda name: free(name, now[name]))
-        if self.prediction.once and kind == "F":  # read after the next step, too
-            same = {name: content for name, content in predicted.items() if content is now[name]}
-            predicted |= self._copied(same, stage)
-        return predicted
+        def make(horizon: int) -> Contents:
+            now: Contents = {}
+            for is_forward, ahead in zip((True, False), cache.horizons, strict=True):
+                now |= stage.parameters_read(forward=is_forward) if ahead == horizon else {}
+            free = self._free(stage)
+            return prediction.predict(now, horizon, into=lambda name: free(name, now[name]))
+
+        def keep(made: Contents) -> Contents:
+            now = stage.parameters_now()
+            same = {name: content for name, content in made.items() if content is now[name] and content.requires_grad}
+            return made | self._copied(same, stage) if work.microbatch >= self._batch else made
+
+        batch = self._job.of(work.microbatch)[0].step if cache.once else 0
+        read = cache.read(kind, batch, make=make, keep=keep)
+        if read is not None:
+            stage.pin(work.microbatch, read, for_forward=kind == "F")
 
     def before_step(self) -> None:
         """Copy what micro-batches in flight hold of the parameters, which the optimizer is about to change."""
         if self.prediction is not None:
-            self._predicted = {
-                key: contents for key, contents in self._predicted.items() if self.prediction.once and key[1] == "F"
-            }
+            for cache in self._predicted.values():
+                cache.step()
             predicts = [x for n, x in self._stages.items() if any(self.prediction.horizons(n))]
             self.prediction.before_step(x for stage in predicts for x in stage.parameters_now().values())
         if not self._leaves_some:
@@ -135,12 +139,9 @@ class Versions:
 
     def _free(self, stage: Stage) -> Callable[[str, torch.Tensor], torch.Tensor]:
         """Return a function that returns a buffer which nothing reads any more, by name and what it is like."""
-        shown = (contents for (number, *_), contents in self._predicted.items() if number == stage.program.stage)
-        used = (
-            stage.held_tensors()
-            | self._entries.tensors()
-            | {id(content) for contents in shown for content in contents.values()}
-        )
+        cache = self._predicted.get(stage.program.stage)
+        predicted = {id(content) for contents in (cache.there if cache else ()) for content in contents.values()}
+        used = stage.held_tensors() | self._entries.tensors() | predicted
         buffers = self._buffers[stage.program.stage]
 
         def free(name: str, like: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,12 @@ class WeightPolicy:
         keeps_difference = self.correction == "discrepancy" or (self.prediction == "difference" and self.predicted > 0)
         return self.predicted + keeps_difference
 
+    def horizons_of(self, stage: int, stages: int, batch: int) -> tuple[int, int]:
+        """Return how many updates ahead F of a stage reads, and I and W; -1 for weights that are corrected."""
+        if self.horizons is not None:
+            return self.horizons(stage, stages, batch)
+        return 0, -1 if self.correction == "discrepancy" else 0
+
     @property
     def is_corrected(self) -> bool:
         """Return whether something has to be done about the optimizer's step."""

@@ -30,6 +30,7 @@ VARIANTS = [
     (replace(ONE, step_s=2.6), "Predicted speed-up on 2 devices: 2.60x (130% of linear); more than linear"),
     (replace(ONE, fits=False), "one device would need 5 GiB, which does not fit"),
     (replace(ONE, step_s=0.8), "one device fits and takes 0.80x the time of this plan: use devices=1"),
+    (replace(ONE, step_s=1.1), "one device fits and is about as fast (1.10x the time): consider devices=1."),
     (DDP, "data parallel training takes 1.30x the time and sends 1 GiB per step instead of 10 MiB"),
     (replace(DDP, fits=False), "data parallel training does not fit; every device would need 6 GiB"),
     (
@@ -47,6 +48,13 @@ VARIANTS = [
 @pytest.mark.parametrize(("other", "sentence"), VARIANTS)
 def test_every_alternative_is_weighed(other, sentence):
     assert any(sentence in line for line in sentences([PLAN, other], timeline=RUN))
+
+
+@pytest.mark.parametrize("step_s", [0.8, 1.1])
+def test_one_device_is_another_training_than_that_of_weight_versions(step_s):
+    """A plan says so first; who takes the advice for one device must leave versions, too."""
+    first, advice, *_ = sentences([replace(PLAN, difference="Late."), replace(ONE, step_s=step_s)], timeline=RUN)
+    assert first == "Late." and advice.endswith("devices=1 and versions='sync', which trains without late gradients.")
 
 
 @pytest.mark.parametrize("plan", [PLAN, replace(PLAN, stages=1), replace(PLAN, fits=False, bubble=0.0)])

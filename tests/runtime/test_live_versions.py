@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 
@@ -20,6 +21,8 @@ from lightning_pipe.planner.problem import counted_problem
 from lightning_pipe.runtime.executor import Executor
 from lightning_pipe.runtime.guard.watch import Unwatched
 from lightning_pipe.runtime.stage import Stage
+from lightning_pipe.runtime.weights.corrections import Correction
+from lightning_pipe.runtime.weights.prediction import Prediction
 from lightning_pipe.schedule.weights import POLICIES
 from runtime.test_versions import Fit, fit_of
 
@@ -88,10 +91,60 @@ def watched(fit: Fit, rounds: int) -> list[Held]:
     return watches
 
 
+def counted_passes(patch: pytest.MonkeyPatch) -> dict[int, list[int]]:
+    """Return lists that will have, by the identity of an optimizer, the bytes of weights that each round passes over.
+
+    Only passes beside the optimizer's step are meant.
+    """
+    passed = defaultdict[int, list[int]](lambda: [0])
+    before_step, note, compensate = Prediction.before_step, Correction._note_weights, Correction._compensate
+    end, attribute = Correction.end, {Prediction: "_optimizer", Correction: "optimizer"}
+
+    def counting(kind):
+        predict = kind.predict
+
+        def predicts(self, parameters, horizon, *, into):
+            def taken(name):
+                passed[id(getattr(self, attribute[kind]))][-1] += parameters[name].nbytes
+                return into(name)
+
+            return predict(self, parameters, horizon, into=taken)
+
+        return predicts
+
+    def keeps(prediction, parameters):
+        before_step(prediction, parameters)
+        passed[id(prediction._optimizer)][-1] += sum(x.nbytes for x in prediction._last.values())
+
+    def notes(correction):
+        note(correction)
+        passed[id(correction.optimizer)][-1] += sum(x.nbytes for x in correction._deltas.values())
+
+    def compensates(correction, group):
+        compensate(correction, group)
+        passed[id(correction.optimizer)][-1] += sum(x.nbytes for x in group["params"] if x.grad is not None)
+
+    def ends(correction):
+        end(correction)
+        passed[id(correction.optimizer)].append(0)
+
+    for kind in (Prediction, Correction):
+        patch.setattr(kind, "predict", counting(kind))
+    patch.setattr(Prediction, "before_step", keeps)
+    patch.setattr(Correction, "_note_weights", notes)
+    patch.setattr(Correction, "_compensate", compensates)
+    patch.setattr(Correction, "end", ends)
+    return passed
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_versions_are_held_as_they_are_priced(name: str, count: int) -> None:
-    """No storage more than the policy says, none of what no backward reads, none of what is never changed."""
+def test_versions_are_held_and_made_as_they_are_priced(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No storage more than the policy says, none of what no backward reads, none of what is never changed.
+
+    Predictions and corrections pass over the weights as often as they are priced, in rounds in the middle.
+    """
+    passed = counted_passes(monkeypatch)
     capture, split, cuts = captured()
     plan = Plan(tuple(StagePlan(f"layers.{s}" if s else "", (s,)) for s in range(STAGES)), count)
     problem = counted_problem(capture.graph, ranks=STAGES, samples=ROWS * count).with_versions(name)
@@ -104,8 +157,11 @@ def test_versions_are_held_as_they_are_priced(name: str, count: int) -> None:
     for rank, watch in enumerate(watched(fit, 12)):
         copies = sum(held.copies for held in judged.prices.version_bytes(rank))
         scratch = sum(held.scratch for held in judged.prices.version_bytes(rank))
-        assert copies <= watch.bytes <= copies + (scratch + frozen(rank) if scratch else 0), rank
-        assert watch.versions == (lives[rank] if watch.bytes else 1) or (name == "xpipe" and rank < 2)  # horizons of 0
+        kept = trained(rank) if name in ("pipemare", "pb_lwpd") and scratch else 0  # by optimizer and prediction
+        assert watch.bytes == copies + scratch - kept, rank
+        assert watch.versions <= lives[rank]
+        priced = sum(held.passed for held in judged.prices.version_bytes(rank))
+        assert passed[id(fit.steps[rank])][3:5] == [priced] * 2, rank
         assert copies == copied_bytes(name, rank, count, copies=lives[rank] - 1 - policy.predicted)
 
 
@@ -117,6 +173,6 @@ def copied_bytes(name: str, rank: int, count: int, *, copies: int) -> int:
     return (weight + bias) * forwards + weight * (rank > 0) * (copies - forwards)
 
 
-def frozen(rank: int) -> int:
-    """Return the bytes of the layer that is not trained, if a rank has it."""
-    return 4 * WIDTH * (WIDTH + 1) * (rank == 1)
+def trained(rank: int) -> int:
+    """Return the bytes of the layer that a rank trains."""
+    return 4 * WIDTH * (WIDTH + 1)

@@ -32,13 +32,13 @@ from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Layout
 from lightning_pipe.planner.memory.policies import policies_of
 from lightning_pipe.schedule.weights import POLICIES
-from models.number_chain import SIZE, Batch, round_of_forward
+from models.number_chain import LATE, SIZE, Batch, horizons_of, round_of_forward
 from ranks.world import World
 from runtime.test_versions import Fit, fit_of
 from strategy.fits import Losses, dapple, make_trainer
 
 WIDTH, WORDS, ROUNDS = 4, 7, 8
-NAMES = ("pipedream", "2bw", "stale", "pb", "spectrain", "pb_lwpv")
+NAMES = ("pipedream", "2bw", "stale", "pb", "spectrain", "pb_lwpv", "xpipe", "pipemare")
 FROZEN = ("pipedream", "2bw")  # F, I and W of a micro-batch read the same weights
 BLOCKS = ("linear", "wide", "norm", "layer_norm", "dropout", "gate", "skip", "again")
 
@@ -165,7 +165,7 @@ def case_of(policy: str, seed: int) -> Case:
         count=draw.choice([1, 2, 3, 4]) * turns,
         adam=draw.random() < 0.5 and POLICIES[policy].horizons is None,
         rate=draw.choice([0.02, 0.05]),
-        in_parts=draw.random() < 0.3,
+        in_parts=draw.random() < 0.3 and not POLICIES[policy].is_corrected,
         join=draw.choice([1, 1, 2, 3]),
         drains=tuple((t, draw.random() < 0.5) for t in range(ROUNDS) if draw.random() < 0.2),
     )
@@ -187,17 +187,29 @@ class Reads:
         """Return that of F, and that of I and W, of a micro-batch by its place in its batch."""
         policy, count, drains = self.case.policy, self.case.count, dict(self.case.drains)
         ahead = POLICIES[policy].ahead(self.case.layout, count)
-        stage, place = (0, 0) if policy == "2bw" else (self.stage_of[name], place)
+        stage = 0 if policy == "2bw" else self.stage_of[name]
+        if policy in ("2bw", "xpipe"):  # one for the batch: as of its first micro-batch, that of a replica on its turns
+            whole = policy == "xpipe" and stage in self.case.layout.whole
+            place %= len(self.case.stages[stage]) if whole else 1
         forward = round_of_forward(batch * count + place, ahead[stage], count, drains)
         return forward, forward if policy in FROZEN else batch
 
     def horizons(self, name: str, batch: int) -> tuple[int, int]:
         """Return how many updates ahead F, and I and W, read predicted weights."""
-        drains, horizons = dict(self.case.drains), POLICIES[self.case.policy].horizons
+        drains, case = dict(self.case.drains), self.case
         is_alone = (batch == 0 or batch - 1 in drains) and (drains.get(batch) is False or batch == ROUNDS - 1)
-        if horizons is None or is_alone:
-            return 0, 0
-        return horizons(self.stage_of[name], len(self.case.stages), self.case.count)
+        return (0, 0) if is_alone else horizons_of(case.policy, len(case.stages), self.stage_of[name], case.count)
+
+    def delay(self, name: str) -> float:
+        """Return PipeMare's delay in updates; 0 for other policies."""
+        if self.case.policy != "pipemare":
+            return 0.0
+        return LATE["pipemare"].depth(self.stage_of[name], len(self.case.stages)) / self.case.count
+
+    def drifted(self, name: str, batch: int) -> float:
+        """Return how often I and W take PipeMare's discrepancy off the weights of now."""
+        empty = max((t + 1 for t, _ in self.case.drains if t < batch), default=0)
+        return min(self.delay(name), batch - empty)
 
 
 class Later:
@@ -235,6 +247,8 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
         block.is_oracle = True  # a checkpoint would compute again with the weights of the module
     step, versions, ways = case.optimizer(module), list[dict[str, torch.Tensor]](), list[dict[str, torch.Tensor]]()
 
+    drifts = {name: torch.zeros_like(x) for name, x in module.named_parameters()}  # PipeMare's delta
+
     def read(name: str, version: int, horizon: int) -> torch.Tensor:
         return (
             versions[version][name] - horizon * case.rate * ways[version][name] if horizon else versions[version][name]
@@ -259,7 +273,8 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
             chosen = {name: reads.of(name, t, place) for name in versions[t]}
             ahead = {name: reads.horizons(name, t) for name in chosen}
             forward = {name: read(name, f, ahead[name][0]).clone().requires_grad_() for name, (f, _) in chosen.items()}
-            later = Later(forward, {name: read(name, b, ahead[name][1]) for name, (_, b) in chosen.items()})
+            back = {name: read(name, b, ahead[name][1]) for name, (_, b) in chosen.items()}
+            later = Later(forward, {name: x - reads.drifted(name, t) * drifts[name] for name, x in back.items()})
             given = {f"m.{name}": x for name, x in {**forward, **dict(module.named_buffers())}.items()}
             with ExitStack() as stack:
                 key = RandomKey(0, t, place)
@@ -277,6 +292,9 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
         found.gradients.append({n: x.grad.clone() for n, x in module.named_parameters() if x.grad is not None})
         step.step()
         step.zero_grad()
+        for name, x in module.named_parameters():
+            gamma = LATE["pipemare"].decay ** (1 / delay) if (delay := reads.delay(name)) else 0.0
+            drifts[name] = gamma * drifts[name] + (1 - gamma) * (x.detach() - versions[t][name])
     return found
 
 
@@ -360,7 +378,14 @@ PLAIN = Case(
     join=1,
     drains=(),
 )
-FAST = {"pipedream": (34, 47), "2bw": (24, 46), "stale": (3, 31), "pb": (34, 37)}  # three stages or more, few T
+FAST = {  # three stages or more, few T
+    "pipedream": (34, 47),
+    "2bw": (24, 46),
+    "stale": (3, 31),
+    "pb": (34, 37),
+    "xpipe": (10, 24),
+    "pipemare": (7, 26),
+}
 SEEDS = [
     pytest.param(policy, seed, marks=() if seed in FAST.get(policy, (0, 1)) else pytest.mark.slow)
     for policy in NAMES

@@ -315,7 +315,7 @@ def test_a_program_that_takes_over_other_forwards_is_refused(
         ("pipedream", [0, 2, 1, 0]),
         ("2bw", [1, 1, 1, 1]),
         ("spectrain", [1, 1, 1, 1]),
-        ("xpipe", [1, 1, 2, 2]),
+        ("xpipe", [1, 1, 2, 1]),
         ("pb", [0, 0, 0, 0]),
         ("pb_lwpv", [1, 1, 1, 0]),
         ("pb_lwpd", [2, 2, 2, 0]),
@@ -326,8 +326,9 @@ def test_what_nothing_reads_is_not_copied_and_copies_are_used_again(
 ) -> None:
     """Memory that was taken once for versions is never given back, so no instruction ever had more of them.
 
-    The first of a chain of factors needs no gradient of its input, so its backward reads no weight. Others of XPipe's
-    copies are missing where the backward is predicted for no update. The difference of weights takes one more.
+    The first of a chain of factors needs no gradient of its input, so its backward reads no weight. XPipe's second
+    copies are missing where the backward is predicted for no update, and where forward and backward of a batch read one
+    prediction. The difference of weights takes one more.
     """
     fit = chain_fit(captured(4), [Numbers(4) for _ in range(4)], policy, 1)
     fit.run(20, {})

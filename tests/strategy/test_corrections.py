@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_pipe.errors import ConfigError, PipeError
 from models.number_chain import LATE, RATE, SIZE, Drains, late_recursion
 from ranks.world import World
-from strategy.fits import Losses, dapple, make_trainer
+from strategy.fits import dapple, make_trainer
 from strategy.small import Small
-from strategy.test_versions import BATCHES, Chain, Pairs, Saves, plan_of
+from strategy.test_versions import BATCHES, Chain, Pairs, fit_chain, plan_of
 
 
 class Scheduled(Chain):
@@ -55,13 +55,10 @@ def train(
     epochs: int,
 ) -> tuple[list[float], list[float], list[float], list[Any], list[Any]]:
     """Fit a chain of numbers; a worker function."""
-    module, losses = Scheduled(stages, 1.0), Losses()
-    plan = plan_of(stages, count, folder)
-    strategy = dapple(plan=plan, versions=policy, versions_options=version_options, cache="off")
-    trainer = make_trainer(strategy, callbacks=[losses, Saves(folder, after)], max_epochs=epochs, limit_val_batches=0)
-    trainer.fit(module, DataLoader(Pairs(BATCHES * count), batch_size=SIZE * count))
+    module, options = Scheduled(stages, 1.0), {"max_epochs": epochs, "limit_val_batches": 0}
+    losses, weights, trainer = fit_chain(policy, stages, count, folder, after, options, False, module, version_options)
     kept = [sorted(state) for state in trainer.optimizers[0].state.values()]
-    return losses.losses, [float(w.detach()) for w in module.w], module.seen, module.delays, kept
+    return losses, weights, module.seen, module.delays, kept
 
 
 PIPEMARE = {"anneal": 6, "warmup_epochs": 1}

@@ -16,6 +16,7 @@ from lightning.pytorch import callbacks as cb
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_pipe.config import WeightVersions
 from lightning_pipe.errors import AbsentError, PipelineError
 from lightning_pipe.runtime.guard.watch import PeerFailure
 from models.parity import make_loader, make_module
@@ -26,14 +27,14 @@ NAME = "parameter_groups"
 
 
 class FailsOn(pl.Callback):
-    """Raise on one rank alone."""
+    """Raise on one rank alone, or on all."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int | None) -> None:
         self.rank = rank
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == self.rank:
-            raise FloatingPointError("on one rank")
+        if self.rank in (None, trainer.global_rank):
+            raise FloatingPointError("on one rank" if self.rank is not None else "on all")
 
 
 class SavingOnException(cb.ModelCheckpoint):
@@ -46,12 +47,14 @@ class SavingOnException(cb.ModelCheckpoint):
         self.save_on_exception = True
 
 
-def fail_and_save(callback: type, rank: int, folder: str) -> tuple[str, list[str]]:
+def fail_and_save(
+    callback: type, rank: int | None, folder: str, versions: WeightVersions = "sync"
+) -> tuple[str, list[str]]:
     """Return the error of this rank, and what it was warned of."""
-    trainer = make_trainer(
-        dapple(layout="1-1", deadline_s=6), max_epochs=1, callbacks=[callback(folder), FailsOn(rank)],
-        enable_checkpointing=True,
-    )  # fmt: skip
+    options = {"planner": "uniform", "microbatches": 2} if versions != "sync" else {}
+    strategy = dapple(layout="1-1", deadline_s=6, versions=versions, **options)
+    callbacks = [callback(folder), FailsOn(rank)]
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -72,6 +75,15 @@ def test_where_one_rank_fails_alone_no_checkpoint_is_saved_and_the_reason_is_sai
     (said,) = [text for text in results[0].value[1] if "saves no checkpoint" in text]
     assert "FloatingPointError after optimizer step 1" in said or "on one rank" in said
     assert not [*tmp_path.iterdir()]
+
+
+def test_where_all_fail_with_batches_fetched_ahead_the_weights_of_all_are_saved(tmp_path: Path) -> None:
+    """Ranks that load have told of one batch more, of which the others need not have heard: no other place."""
+    results = World(2).run(fail_and_save, SavingOnException, None, str(tmp_path), "pipedream")
+    assert [error for error, _ in results] == ["FloatingPointError"] * 2
+    assert not [text for _, said in results for text in said if "saves no checkpoint" in text]
+    (saved,) = tmp_path.iterdir()
+    assert torch.load(saved, weights_only=False)["global_step"] == 1
 
 
 class Broken(DataLoader):

@@ -79,7 +79,8 @@ def test_losses_and_weights_are_those_of_the_recursion(
         rate=(lambda t: rates[t]) if kind is Cycling else lambda t: RATE,
         by_difference=kind is Unknown,
     )
-    for losses, weights, steps, _ in World(2).run(train, policy, 2, count, tmp_path, after, options, False, kind):
+    arguments = (policy, 2, count, tmp_path, after, options, False, kind(2))
+    for losses, weights, steps in World(2).run(train, *arguments):
         assert losses == pytest.approx(wanted, abs=1e-9)
         assert weights == pytest.approx(last, abs=1e-9)
         assert steps == rounds

@@ -77,7 +77,7 @@ def plan_of(stages: int, count: int, folder: Path) -> str:
     return str(path)
 
 
-def train(
+def fit_chain(
     policy: str,
     stages: int,
     count: int,
@@ -85,19 +85,28 @@ def train(
     after: tuple[int, ...],
     options: dict[str, Any],
     stream: bool,
-    kind: type[Chain] = Chain,
-) -> tuple[list[float], list[float], int, list[str]]:
-    """Fit a chain of numbers; a worker function."""
-    module, losses = kind(stages), Losses()
+    module: Chain | None = None,
+    version_options: dict[str, float] | None = None,
+) -> tuple[list[float], list[float], pl.Trainer]:
+    """Fit a chain of numbers."""
+    module, losses = module or Chain(stages), Losses()
     folder.mkdir(exist_ok=True)
-    strategy = dapple(plan=plan_of(stages, count, folder), versions=policy, cache="off")
+    strategy = dapple(
+        plan=plan_of(stages, count, folder), versions=policy, versions_options=version_options, cache="off"
+    )
     trainer = make_trainer(
         strategy, callbacks=[losses, Saves(folder, after)], num_sanity_val_steps=0, **{"max_epochs": 1, **options}
     )
     data = Stream(BATCHES * count) if stream else Pairs(BATCHES * count)
     loader = DataLoader(data, batch_size=SIZE * count)
     trainer.fit(module, loader, DataLoader(Pairs(4), batch_size=SIZE))
-    return losses.losses, [float(w.detach()) for w in module.w], trainer.global_step, []
+    return losses.losses, [float(w.detach()) for w in module.w], trainer
+
+
+def train(*arguments: Any) -> tuple[list[float], list[float], int]:
+    """Fit a chain of numbers, and return its losses, weights and steps; a worker function."""
+    losses, weights, trainer = fit_chain(*arguments)
+    return losses, weights, trainer.global_step
 
 
 @pytest.mark.parametrize(
@@ -123,7 +132,7 @@ def test_losses_and_weights_are_those_of_the_recursion(
     rounds = min(options.get("max_epochs", 1) * epoch, options.get("max_steps", 1 << 10))
     drains: Drains = dict.fromkeys((t for t in after), True) | dict.fromkeys(range(epoch - 1, rounds, epoch), False)
     arguments = (policy, stages, count, tmp_path, after, options, stream)
-    for losses, weights, steps, _ in World(stages).run(train, *arguments):
+    for losses, weights, steps in World(stages).run(train, *arguments):
         wanted, last = recursion(policy, stages, count, rounds, drains, repeats=epoch * count)
         assert losses == pytest.approx(wanted, abs=1e-9)
         assert weights == pytest.approx(last, abs=1e-9)

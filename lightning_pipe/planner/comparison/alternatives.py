@@ -15,6 +15,7 @@ from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Reduce, Send
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
+from lightning_pipe.planner.evaluation.rounds import versions_sentence
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.explain import Alternative, Kind
 from lightning_pipe.units import counted_noun, format_share
@@ -33,12 +34,19 @@ def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> li
         others: other candidates of the planner, best first.
     """
     return [
-        _alternative("this plan", "plan", best, problem.cluster),
+        replace(_alternative("this plan", "plan", best, problem.cluster), difference=difference_of(best, problem)),
         *_one_device(problem.waiting),
         *(_data_parallel(problem.waiting) if problem.policy is None else ()),  # refused with weight versions
         *_runner_up(problem, best, others),
         *_variants(problem, best, others),
     ]
+
+
+def difference_of(judged: Judged, problem: Problem) -> str:
+    """Return what weight versions change of the training, in a sentence; "" where there are none."""
+    if judged.policy is None:
+        return ""
+    return versions_sentence(problem.constraints.versions, judged.plan, judged.version_bytes)
 
 
 def _alternative(name: str, kind: Kind, judged: Judged, cluster: Cluster) -> Alternative:

@@ -264,6 +264,8 @@ class Judge:
         policy, count = self._problem.policy, plan.microbatches
         key = (cuts, plan.layout, policies, plan.shard_optimizer, count if policy is not None else 0)
         if key not in self._prices:
+            if policy is not None:
+                refuse_rounds(plan, versions=self._problem.constraints.versions)
             versions = () if policy is None else stage_versions(policy, plan.layout, count)
             prices = self.pricer.price(cuts, plan.layout, policies, sharded=plan.shard_optimizer, versions=versions)
             _check_swaps(prices, self._problem.cluster)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TypeAlias
 
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import AnyCompute, Layout, Traffic, VerifiedProgram
-from lightning_pipe.core.versions import PinOlder
-from lightning_pipe.cost.versions import StageVersions
+from lightning_pipe.core.versions import PinOlder, Predict, PredictBack
+from lightning_pipe.cost.versions import StageVersions, WeightCounts
 from lightning_pipe.errors import PlanError
+from lightning_pipe.schedule.construct.chain import chain
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.predictions import PredictionCache
 from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
@@ -81,28 +84,67 @@ def _most(numbers: Sequence[int], noun: str) -> str:
 
 
 def stage_versions(policy: WeightPolicy, layout: Layout, microbatches: int) -> tuple[StageVersions, ...]:
-    """Return the versions that a rank of each stage holds in the steady state.
+    """Return the versions that a rank of each stage holds, and the passes of its predictions, in the steady state.
 
     Args:
         policy: of weight versions.
         layout: one stage per rank.
         microbatches: of a batch.
     """
-    stages = []
+    stages, ahead = [], policy.ahead(layout, microbatches)
     for stage, live in enumerate(policy.lives(layout, microbatches)):
         copies = live - 1 - policy.predicted
         entered = min(copies, -(-stage // microbatches)) if policy.keeps_entries else 0
-        stages.append(StageVersions(copies, copies if PinOlder.code in policy.work else entered, policy.scratch))
+        forwards = copies if PinOlder.code in policy.work else entered
+        scratch, passes = _predictions(policy, layout, microbatches, stage)
+        differs = policy.correction == "discrepancy" or (policy.prediction == "difference" and any(scratch))
+        spikes = policy.correction == "spike" and ahead[stage] > 0
+        stages.append(
+            StageVersions(
+                WeightCounts(forwards, copies - forwards),
+                scratch._replace(everything=scratch.everything + differs),
+                passes._replace(everything=passes.everything + differs + spikes),
+            )
+        )
     return tuple(stages)
 
 
-def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str]) -> None:
+@lru_cache(maxsize=1024)
+def _predictions(policy: WeightPolicy, layout: Layout, batch: int, stage: int) -> tuple[WeightCounts, WeightCounts]:
+    """Return the most predictions that a rank of a stage keeps, and those that it makes in a round in the middle."""
+    horizons = policy.horizons_of(stage, len(layout.stages), batch)
+    if not any(horizons):
+        return WeightCounts(), WeightCounts()
+    seam, sizes = policy.middle(layout, (layout.ranks,) * batch)
+    order, traffic = policy.order(layout, seam), chain(len(layout.stages))
+    program = lower(order, layout=layout, sizes=sizes, traffic=traffic, seam=seam)
+    works = [work for work in program.ranks[layout.stages[stage][0]] if isinstance(work, (Predict, PredictBack))]
+    cache, made = PredictionCache[int](horizons, policy.predicts_once), list[int]()  # horizons, in their order
+    most = most_everything = begun = 0
+
+    def make(horizon: int) -> int:
+        made.append(horizon)
+        return len(made) - 1
+
+    for number in range(2 + -(-max(policy.ahead(layout, batch)) // batch)):  # the first ones fill the cache
+        begun = len(made)
+        for work in works:
+            cache.read("F" if isinstance(work, Predict) else "I", number + work.microbatch // batch, make=make)
+            there = set(cache.there)
+            most = max(most, len(there))
+            most_everything = max(most_everything, sum(made[k] == horizons[0] for k in there))
+        cache.step()
+    passes, everything = len(made) - begun, sum(horizon == horizons[0] for horizon in made[begun:])
+    return WeightCounts(most_everything, most - most_everything), WeightCounts(everything, passes - everything)
+
+
+def refuse_rounds(plan: Plan, *, versions: str, ties: Sequence[str] = ()) -> None:
     """Check that a plan can run ahead.
 
     Args:
         plan: the plan.
         versions: the policy's name.
-        ties: parameters that several stages train.
+        ties: parameters that several stages train, where these are known already.
 
     Raises:
         PlanError: naming what stands in the way, and the way out.

@@ -164,7 +164,7 @@ class Correction:
     def _stepped(self) -> None:
         """Compensate spikes right after the step."""
         self._has_stepped = True
-        if self.kind == "spike" and self.is_ahead:
+        if self.kind == "spike" and self.is_ahead and self.delay:
             with torch.no_grad():
                 for group in self.optimizer.param_groups:
                     self._compensate(group)

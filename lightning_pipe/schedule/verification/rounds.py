@@ -198,9 +198,7 @@ class _RankWalk:
 
     def _predicted(self, stage: int, microbatch: int, kind: ComputeKind) -> Version:
         program, policy = self.rounds[self.number], self.policy
-        horizons = (
-            (0, -1) if policy.horizons is None else policy.horizons(stage, len(program.layout.stages), program.batch)
-        )
+        horizons = policy.horizons_of(stage, len(program.layout.stages), program.batch)
         version = Version(self.steps, horizons[kind != "F"])
         if not policy.predicts_once:
             return version

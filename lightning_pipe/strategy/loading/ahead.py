@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +80,7 @@ class AheadBatches:
         if len(batches) < count or not goes_further(batches):
             self.catch_up()
         elif self.feed.loads:
-            with self.feed.random.put_by():
+            with self.feed.random.put_by(), self.feed.out_of_turn():
                 self._at(count, batches)
         else:
             self._is_behind = True
@@ -94,13 +95,14 @@ class AheadBatches:
 
     def _at(self, place: int, earlier: Sequence[AheadBatch]) -> AheadBatch | None:
         """Return the batch at a place, which comes behind earlier ones; None if there is none."""
-        batch = private.peek_at(self.module.trainer, place, self._states)
-        if isinstance(batch, AheadBatch):
-            return batch
-        self._is_behind = False
-        if batch is private.NO_BATCH:
-            return None
-        received = self.receive(batch, [one.left for one in earlier])
+        with self.feed.out_of_turn() if self._is_behind else nullcontext():
+            batch = private.peek_at(self.module.trainer, place, self._states)
+            if isinstance(batch, AheadBatch):
+                return batch
+            self._is_behind = False
+            if batch is private.NO_BATCH:
+                return None
+            received = self.receive(batch, [one.left for one in earlier])
         private.put_ahead(self.module.trainer, place, received)
         return received
 

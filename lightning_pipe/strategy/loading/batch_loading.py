@@ -219,6 +219,10 @@ class Feed:
             return "a prediction writer asks for the indices of samples"
         return "" if self._goes_on and self.source == 0 else "batches are not loaded on rank 0, or go to many ranks"
 
+    def out_of_turn(self) -> AbstractContextManager[None]:
+        """Tell, or hear, of a batch of which other ranks hear, or have told, at another place of what they exchange."""
+        return self._control.uncounted()
+
     def broadcast(self, value: T, *, what: str) -> T:
         """Return the value of the first loading rank on every rank, which does not wait where it goes on."""
         send = self._control.tell_object if self._goes_on else self._control.broadcast

@@ -19,10 +19,10 @@ from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.stage import Cutter, position_seconds
 from lightning_pipe.errors import ConfigError
 from lightning_pipe.lightning_names import pl, rank_zero_info, rank_zero_warn
-from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.alternatives import alternatives, difference_of
 from lightning_pipe.planner.comparison.pages import page_of
 from lightning_pipe.planner.evaluation.evaluate import Judged, predicted_round
-from lightning_pipe.planner.evaluation.rounds import VersionsRead, versions_read, versions_sentence
+from lightning_pipe.planner.evaluation.rounds import VersionsRead, versions_read
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
@@ -109,30 +109,22 @@ def introduce(planned: Planned, graph: Graph) -> None:
             f"the batch has {planned.plan.microbatches}. Use {problem.cluster.ranks - len(ranks)} of the "
             f"{problem.cluster.ranks} devices, or more micro-batches."
         )
+    difference = filter(None, [difference_of(planned.judged[0], problem)])
     if problem.profile.source != "measured":
         table = plan_table(planned.plan, graph, joinable=_joinable(planned))
-        rank_zero_info("\n".join([planned.route, table, *_unlike_one_device(planned)]))
+        rank_zero_info("\n".join([planned.route, table, *difference]))
         return
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
     predicted = _predicted(planned.judged[0], problem.cluster)
-    unlike = _unlike_one_device(planned)
-    rank_zero_info("\n".join([planned.route, table, "", *unlike, predicted, *main_reasons(planned)]))
+    rank_zero_info("\n".join([planned.route, table, "", *difference, predicted, *main_reasons(planned)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
             f"The plan is predicted to exceed the memory of a device by {format_bytes(missing)}. Use more devices, "
             "smaller batches, or more micro-batches with schedule='1f1b' and warmup='pa'."
         )
-
-
-def _unlike_one_device(planned: Planned) -> list[str]:
-    """Return what weight versions change of the training, in a sentence; nothing where there are none."""
-    best = planned.judged[0]
-    if best.policy is None:
-        return []
-    return [versions_sentence(planned.problem.constraints.versions, best.plan, best.version_bytes)]
 
 
 def _predicted(judged: Judged, cluster: Cluster) -> str:

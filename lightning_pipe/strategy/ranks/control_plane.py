@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ class ControlPlane:
         self.rank, self.ranks = rank, ranks
         self._transport = transport
         self.wait, self._begun, self._exchanges = wait, begun, 0
+        self._counts = True
         self._everyone = tuple(range(ranks))
         self._leaving: list[Handle] = []
         self._told_by: set[int] = set()  # ranks with channels to all others
@@ -205,8 +207,22 @@ class ControlPlane:
         if self._transport is not None:
             self._transport.close()
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Give exchanges no number, as other ranks begin them at another place of their order.
+
+        Ranks at the same place have begun as many exchanges; the guard compares these numbers.
+        """
+        counts, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = counts
+
     def _begin(self) -> int:
         """Return the number of an exchange that all ranks begin, from one on; others can see how far this rank is."""
+        if not self._counts:
+            return 0
         self._exchanges += 1
         self._begun(self._exchanges)
         return self._exchanges
