@@ -220,9 +220,9 @@ class Head:
     @property
     def work(self) -> HeadWork | None:
         """Return what planners see of it; None if nothing needs all samples."""
-        if not self._build.head_outputs:
+        slicing, first = self._slicing, self._slicing.barrier
+        if not self._build.head_outputs or first is None:
             return None
-        slicing, first = self._slicing, self._slicing.head[0]
         rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
         others = [node for node in self._sources if node not in rows and node.op == "call_function"]
         sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}
