@@ -208,10 +208,10 @@ class Head:
     @property
     def work(self) -> HeadWork | None:
         """Return what planners see of it; None if nothing needs all samples."""
-        if not self._build.head_outputs:
+        slicing, outputs = self._slicing, self._build.head_outputs
+        if not outputs:
             return None
-        slicing = self._slicing
-        first = (*slicing.head, self._build.nodes[self._build.head_outputs[0].source])[0]
+        first = slicing.barrier or self._build.nodes[outputs[0].source]
         rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
         others = [node for node in self._sources if node not in rows and node.op == "call_function"]
         sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}

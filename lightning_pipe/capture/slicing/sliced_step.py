@@ -112,8 +112,8 @@ def sliced(
     """
     slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim)
     in_middle = next((node for node in slicing.head if slicing.is_layer(node)), None)
-    if slicing.has_barrier and (whole_batch == "by_microbatch" or (in_middle and whole_batch == "auto")):
-        return line_of(slicing.head[0])
+    if slicing.barrier and (whole_batch == "by_microbatch" or (in_middle and whole_batch == "auto")):
+        return line_of(slicing.barrier)
     try:
         return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
     except WaitsForAllError as late:

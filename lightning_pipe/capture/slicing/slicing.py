@@ -49,6 +49,7 @@ class Slicing:
         head: what needs all samples and is needed by a backward, in order.
         after: what needs all samples and is a result only.
         early: what is computed once before any barrier, though it depends on samples.
+        barrier: the first operation of the head, or that waits for what is only added there; None if nothing waits.
     """
 
     def __init__(
@@ -253,7 +254,13 @@ class Slicing:
         self.head = tuple(node for node in computed_once if self.levels[node] and node in late)
         self.after = tuple(node for node in computed_once if self.levels[node] and node not in late)
         self.early = tuple(node for node in computed_once if not self.levels[node])
-        self.has_barrier = any(self.makes(node) and self.levels[node] for node in training)
+        waiting = (node for node in self._nodes if node in training and self.makes(node) and self.levels[node])
+        self.barrier = next(iter(self.head), None) or next(waiting, None)
+
+    @property
+    def has_barrier(self) -> bool:
+        """Return whether what micro-batches make for gradients waits for all of them."""
+        return self.barrier is not None
 
     @property
     def gathered(self) -> tuple[fx.Node, ...]:

@@ -80,12 +80,16 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
     summed = taken.get(0) or insert(after, operator.getitem, node, 0, like=node)
     renamed = {}
     if 1 in taken:
-        taken[1].replace_all_uses_with(total)
-        renamed[taken[1].name] = total.name
+        given = taken[1].meta["val"].dtype  # backwards want the weight in the type of the scores
+        weight_of_batch = total if given == dtype else insert(total.next, aten._to_copy.default, total, dtype=given)
+        taken[1].replace_all_uses_with(weight_of_batch)
+        renamed[taken[1].name] = weight_of_batch.name
         node.graph.erase_node(taken[1])
     if reduction == _MEAN:
-        mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
-        summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+        divided = mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
+        if divided.meta["val"].dtype != summed.meta["val"].dtype:
+            mean = insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
+        summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not divided)
         renamed[summed.name] = mean.name
     return renamed
 
