@@ -165,7 +165,7 @@ def half_of(emitter: Emitter, sources: Mapping[fx.Node, fx.Node], outputs: Seque
     return replace(half, inputs=tuple(given.name for given in sources.values()), code=None)
 
 
-class Head:
+class SlicedHead:
     """What is made once per batch, when all micro-batches have run forward, for their backwards.
 
     Args:
