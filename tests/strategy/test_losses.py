@@ -66,15 +66,12 @@ class Auxiliary(torch.autograd.Function):
         return gradient - 1.1 / gradient.numel()
 
 
-def test_a_mean_stays_a_mean_where_its_gradient_is_neither_a_mean_nor_a_sum():
-    """As a sum its gradient was nearer, and the loss that was reported was four times that of one device."""
-
+def test_a_gradient_that_the_loss_does_not_show_is_that_of_the_whole_batch():
     def loss(m, o, y):
         return Auxiliary.apply(o).mean()
 
-    found, expected = fit_cut(loss), fit(loss, "auto")
-    assert found.losses == pytest.approx(expected.losses)
-    assert "do not give what the whole batch gives" in " ".join(found.warned)
+    found = fit_cut(loss)
+    assert worst(found, fit(loss)) < ROUNDING and not found.warned
 
 
 def fit_or_refusal(loss, capture: str):
@@ -116,9 +113,18 @@ def loader(targets: str) -> DataLoader:
     return DataLoader(batch(targets=targets), batch_size=SAMPLES)
 
 
+BY_MICROBATCH = "batch statistics"  # which a graph takes of micro-batches, as accumulation does
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("capture", ["joint", "replay"])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", sorted(MIXED.keys() - {BY_MICROBATCH}))
+def test_a_loss_that_needs_all_samples_is_that_of_the_whole_batch(name):
+    found = fit_cut(MIXED[name])
+    assert worst(found, plain(name)) < ROUNDING and not found.warned, found
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "capture"), [(BY_MICROBATCH, "joint"), *((name, "replay") for name in MIXED)])
 def test_what_micro_batches_change_is_said_with_numbers(name, capture):
     found, refusal = fit_or_refusal(MIXED[name], capture)
     if found is None:
@@ -263,14 +269,3 @@ def test_a_language_model_weighs_micro_batches_by_their_tokens():
     for name, gradient in expected.items():
         scale = float(gradient.abs().max())
         assert float((found[name] - gradient).abs().max()) <= ROUNDING * scale, name
-
-
-def test_a_logged_number_that_micro_batches_change_is_said_by_name_and_line():
-    def logging(m, o, y):
-        noise = torch.rand((), dtype=o.dtype)
-        m.log_dict({"mean": o.mean(), "max": o.max(), "spread": o.std() * noise, "first": o[0, 0]})
-        return o.square().mean()
-
-    (said,) = [text for text in fit_cut(logging).warned if "says what is no sum" in text]
-    assert "'spread' at" in said and "losses.py:" in said
-    assert not any(f"{name!r} at" in said for name in ("mean", "max", "first"))
