@@ -338,7 +338,7 @@ def test_a_grid_of_every_sample_fixes_no_number_of_samples():
         return moved.square().sum() / len(h)
 
     capture = capture_step(request(step))
-    assert capture.loss_role == "mean" and not capture.misfit(7)
+    assert capture.loss_role == "sum" and not capture.misfit(7)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no operation that checks, in a graph")

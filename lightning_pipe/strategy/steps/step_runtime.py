@@ -6,6 +6,7 @@ place than training does). Those are borrowed: copied from a rank that has them,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.text_fields import texts
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.core.program import AnyCompute, Layout, Program, Seam, VerifiedProgram
-from lightning_pipe.errors import PipelineError
+from lightning_pipe.core.program import AnyCompute, CopyingOrder, Layout, Program, Seam, VerifiedProgram
+from lightning_pipe.errors import ConfigError, PipelineError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.agree import disagreements
@@ -36,8 +37,8 @@ from lightning_pipe.runtime.stage import State
 from lightning_pipe.schedule.formats.text import format_program
 from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.orders.forward_only import forward_only
-from lightning_pipe.schedule.registry import planned_join, planned_order
-from lightning_pipe.schedule.rules import Dataflow
+from lightning_pipe.schedule.registry import order_of, planned_join, planned_order
+from lightning_pipe.schedule.rules import Dataflow, is_forwards_first
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
 from lightning_pipe.schedule.weights import WeightPolicy
@@ -252,7 +253,7 @@ class RankStep:
         layout, count = self.plan.layout, len(sizes)
         return verify(
             lower(
-                planned_order(self.plan, microbatches=count) if training else forward_only(layout, count),
+                self._order(count) if training else forward_only(layout, count),
                 layout=layout,
                 sizes=sizes,
                 traffic=self.split.traffic,
@@ -265,6 +266,23 @@ class RankStep:
             ),
             launches=self._links.transport.launches,
         )
+
+    def _order(self, microbatches: int) -> CopyingOrder:
+        """Return the planned order; one that has all forwards first, where the step has come to need that."""
+        plan, head = self.plan, self.capture.graph.head
+        order = planned_order(plan, microbatches=microbatches)
+        if head is None or not head.holds_backwards or is_forwards_first(order):
+            return order
+        found = (
+            f"Gradients of this batch need all of its samples at once ({head.op} at {head.line}), which those of the "
+            f"step as planned do not: all forwards come before the backwards, and schedule={plan.schedule!r} mixes them"
+        )
+        for name in ("gpipe", "breadth_first"):
+            with contextlib.suppress(ConfigError):
+                order = order_of(name, layout=plan.layout, microbatches=microbatches)
+                rank_zero_warn(f"{found}. It runs by schedule={name!r}, for which no memory was planned: set that.")
+                return order
+        raise PipelineError(f"{found}. Set schedule='gpipe', or whole_batch='by_microbatch'.")
 
     def prove_rounds(self, policy: WeightPolicy, sizes: tuple[int, ...]) -> None:
         """Prove, once, that rounds of such batches fit together and keep what the policy promises.
