@@ -171,7 +171,7 @@ def half_of(emitter: Emitter, sources: Mapping[fx.Node, tuple[fx.Node, Rows | No
     return replace(half, inputs=tuple(given.name for given, _ in sources.values()), run=run, code=None)
 
 
-class Head:
+class HeadOfStep:
     """What is made once per batch, when all micro-batches have run forward, for their backwards.
 
     Args:

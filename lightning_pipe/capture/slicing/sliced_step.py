@@ -22,7 +22,7 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.operators import takes_batch_statistics
 from lightning_pipe.capture.slicing.microbatch_graph import BatchValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
-from lightning_pipe.capture.slicing.results import AfterAll, Derived, Head, line_of
+from lightning_pipe.capture.slicing.results import AfterAll, Derived, HeadOfStep, line_of
 from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.stages.emit import Emitter
@@ -143,7 +143,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
             after.state(state, new)
     gradients = tuple((build.term(name), parameter) for name, parameter in whole.gradients)
     asked = len(whole.results) - len(joint.record.guards)  # questions are the last results
-    head = Head(slicing, build)
+    head = HeadOfStep(slicing, build)
     listed = [*dict.fromkeys(node for name in whole.results[:asked] for node in results[name])]
     listed += [node for node in after.sources if node not in listed]
     questions = [node for name in whole.results[asked:] for node in results[name]]

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, Totals
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
@@ -37,7 +38,6 @@ from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import is_backward, named_arguments
 from lightning_pipe.capture.weighing.batch_numbers import divide_by_batch, dividing_rows
-from lightning_pipe.capture.weighing.insert import insert
 from lightning_pipe.errors import CaptureError
 
 _aten = torch.ops.aten
