@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, makes_constant, row_of
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import OpOverload, operator_name
 
 aten = torch.ops.aten

@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from lightning_pipe.capture.graphs.insert import insert
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import MEAN_REDUCTION, proportional_to
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import is_backward, named_arguments, operator_name
 
 _aten = torch.ops.aten
