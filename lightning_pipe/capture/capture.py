@@ -312,7 +312,7 @@ class Capture:
             buffers: by name; on ranks that have leaves, those of the first stage.
         """
         if self.batch is not None:
-            cut = (*cut, *(value.rows is not None and len(sizes) > 1 for value in self.batch.values))
+            cut = (*cut, *(value.rows is not None for value in self.batch.values))
             if next(iter(leaves), None) is None:
                 return (*leaves, *[None] * len(self.batch.values)), cut
             return (*leaves, *self.batch.of(leaves, buffers, samples=sum(sizes), key=key)), cut

@@ -206,8 +206,8 @@ def fit(
 
 
 def fit_cut(loss: Loss, *, capture: str = "joint", microbatches: int = 4, **options: Any) -> Fitted:
-    """Train one batch in micro-batches."""
-    return fit(loss, checked(capture=capture, microbatches=microbatches), **options)
+    """Train one batch in micro-batches, all forwards first: losses may need all samples."""
+    return fit(loss, checked(capture=capture, microbatches=microbatches, schedule="gpipe"), **options)
 
 
 def worst(one: Fitted, two: Fitted) -> float:

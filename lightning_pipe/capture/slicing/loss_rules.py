@@ -94,6 +94,7 @@ def cut_terms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     is_factor = name in _TIMES and len(terms) == 1 and uses == 1
     is_divided = name == "div" and terms == [operation.args[0]] and uses == 1 and not operation.kwargs
     grows = name == "expand" and math.prod(operation.shape) > math.prod(operation.shape_of(terms[0]))
+    grows = grows and any(isinstance(size, torch.SymInt) for size in operation.node.meta["val"].shape)  # by samples
     is_derivative = differentiates(operation.node) and terms == [operation.args[0]] and uses == 1  # linear in it
     if is_factor or is_divided or is_derivative or (name in _MOVES and not grows and not _rounds(operation)):
         operands = {node: _plain(offered[node]) for node in operation.inputs}
