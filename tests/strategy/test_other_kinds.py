@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -284,7 +285,7 @@ def request(step: Any) -> Request:
 
 def needs_all_samples(step: Any) -> bool:
     """Return whether gradients of a step that is cut need all samples of the batch."""
-    capture = capture_step(replace(request(step), total=BATCH, samples=BATCH // 2))
+    capture = capture_step(replace(request(step), samples=BATCH // 2))
     return capture.graph.head is not None or capture.mixes_samples
 
 
