@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
