@@ -220,9 +220,10 @@ class HeadOfStep:
     @property
     def work(self) -> HeadWork | None:
         """Return what planners see of it; None if nothing needs all samples."""
-        slicing, first = self._slicing, self._slicing.barrier
-        if not self._build.head_outputs or first is None:
+        if not (outputs := self._build.head_outputs):
             return None
+        slicing = self._slicing
+        first = slicing.barrier or self._build.nodes[outputs[0].source]
         rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
         others = [node for node in self._sources if node not in rows and node.op == "call_function"]
         sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}
