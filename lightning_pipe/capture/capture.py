@@ -370,7 +370,8 @@ class Capture:
         """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
         unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
         flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
-        return replace(self, flow=flow, graph=graph_of_nodes(self.joint, self.kinds, flow, self.aliases))
+        graph = replace(graph_of_nodes(self.joint, self.kinds, flow, self.aliases), head=self.graph.head)
+        return replace(self, flow=flow, graph=graph)
 
     def left_whole(self, reason: str) -> Capture:
         """Return the same step for batches that are not cut, for a reason."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -265,13 +264,11 @@ def test_a_buffer_inside_a_sub_module_that_is_made_of_samples_is_known_before_th
 
 
 @pytest.mark.parametrize("capture", ["joint", "replay"])
-def test_samples_that_need_each_other_are_in_micro_batches_of_two_or_meet_in_a_head(capture):
+def test_samples_that_need_each_other_are_in_micro_batches_of_two(capture):
     """The first batch ended in "report this as a bug", the last, of 5 samples in 4 micro-batches, in weights of NaN."""
     losses, _, told = trained("WithoutASingleVariance", {"layout": "1", "microbatches": BATCH, "capture": capture})
     assert torch.tensor(losses).isfinite().all()
-    assert ("cut into 4 micro-batches, not 8" in told) == (capture == "joint")
-    if capture == "replay":
-        assert losses == pytest.approx(trained("WithoutASingleVariance")[0], rel=ROUNDING)
+    assert "cut into 4 micro-batches, not 8" in told
 
 
 def request(step: Any) -> Request:
@@ -285,7 +282,7 @@ def request(step: Any) -> Request:
 
 def needs_all_samples(step: Any) -> bool:
     """Return whether gradients of a step that is cut need all samples of the batch."""
-    capture = capture_step(replace(request(step), samples=BATCH // 2))
+    capture = capture_step(request(step))
     return capture.graph.head is not None or capture.mixes_samples
 
 
