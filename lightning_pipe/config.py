@@ -38,6 +38,7 @@ from lightning_pipe.units import parse_bytes
 
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
+WholeBatch = Literal["auto", "exact", "by_microbatch"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 WeightVersions = Literal[
     "sync",
@@ -81,6 +82,10 @@ class DappleConfig:
             "off" stores nothing.
         capture: "joint" captures the step as one graph, "replay" runs its Python on every rank, "auto" takes the first
             of them that works.
+        whole_batch: "auto" has the gradients of the whole batch for any loss, but for an operation in the middle of a
+            model that needs all samples, which takes those of a micro-batch; "exact" has them there, too;
+            "by_microbatch" takes losses of micro-batches as gradient accumulation does, where gradients need all
+            samples.
         check: compare the captured step with `training_step` itself on the first micro-batch, before training.
         recheck: repeat the check at every start, even if this step has passed it before.
         witness: periodically re-run the captured step's Python on empty tensors, to detect changes.
@@ -137,6 +142,7 @@ class DappleConfig:
     cluster: str | None = None
     cache: str | None = None
     capture: CaptureMode = "auto"
+    whole_batch: WholeBatch = "auto"
     check: bool = True
     recheck: bool = False
     witness: bool = True
@@ -439,6 +445,7 @@ _RULES = {
     "witness": _Rule(bool, "true or false"),
     "post_validation": _Rule(bool, "true or false"),
     "compile": _Rule(bool, "true or false"),
+    "whole_batch": _choice(WholeBatch),
     "cuda_graphs": _Rule(bool, "true or false"),
     "batch_dim": _Rule(int, "an integer of at least 0", least=0),
     "seed": _Rule(int, "an integer of at least 0", least=0),

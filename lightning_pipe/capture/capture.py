@@ -35,6 +35,8 @@ from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.unit_loss import loss_calls
 from lightning_pipe.capture.recording.unit_state import tensors_in
+from lightning_pipe.capture.slicing.results import Derived
+from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
@@ -45,11 +47,11 @@ from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.numbers import calls_of_samples, leaves_said, numbers_said, of_samples
 from lightning_pipe.capture.steps.record import Read, Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.capture.weighing.denominator_totals import totals_of_batch, with_totals
-from lightning_pipe.capture.weighing.derived_results import Derived, graph_of_batch, with_sources
+from lightning_pipe.capture.weighing.derived_results import graph_of_batch, with_sources
 from lightning_pipe.capture.weighing.loss_terms import with_one_kind_of_term
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.capture.weighing.unproven_results import (
@@ -97,6 +99,9 @@ class Capture:
     variants: Variants | None = None
     general: JointGraph | None = None
     of_batch: JointGraph | None = None
+    batch: ValuesOfBatch | None = None
+    traced: JointGraph | None = None
+    by_parts: tuple[str, ...] = ()
     derived: tuple[Derived, ...] = ()
     tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
@@ -114,6 +119,11 @@ class Capture:
     def identity(self) -> str:
         """Return a hash of all that the graph was made from; "" if that is not known, or there are several graphs."""
         return "" if self.variants is not None else self.joint.identity
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether micro-batches make the loss and the gradients of the batch, but for batch statistics."""
+        return self.traced is not None
 
     @property
     def is_sliceable(self) -> bool:
@@ -148,7 +158,7 @@ class Capture:
     @property
     def mixes_samples(self) -> bool:
         """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
-        return self.variants is not None or may_mix(self.joint, self.flow)
+        return self.traced is None and (self.variants is not None or may_mix(self.joint, self.flow))
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
@@ -159,6 +169,8 @@ class Capture:
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
+        if self.traced is not None:
+            return ()
         return state_by_parts(self.joint, self.flow)
 
     def told(self) -> str:
@@ -167,10 +179,14 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
+        if self.traced is not None:
+            return self.by_parts
         return self._places(mixed_results(self.joint, self.flow, self.derived, self.tried))
 
     def scattered_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
+        if self.traced is not None:
+            return ()
         return self._places(scattered_results(self.joint, self.flow, self.derived))
 
     def _places(self, names: Set[str]) -> tuple[str, ...]:
@@ -187,7 +203,7 @@ class Capture:
 
     def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
         """Let a plain run of the step draw the random numbers that the graph draws, inside."""
-        return graph_draws(self.joint, key, request.device)
+        return graph_draws(self.traced or self.joint, key, request.device)
 
     def for_lengths(self, request: Request) -> Capture | None:
         """Return the step for other lengths of its batch, if this trace holds for them.
@@ -198,7 +214,14 @@ class Capture:
         Raises:
             CaptureError: if no graph can hold the step.
         """
-        return None if self.general is None else _captured_at_lengths(self.general, request)
+        if self.general is None:
+            return None
+        if self.traced is None or not request.total:
+            return _captured_at_lengths(self.general, request)
+        joint = at_lengths(self.general, request.structure.leaves)
+        samples = request.samples or request.total
+        found = None if joint is None or joint.fits(request.total) else _cut(joint, request, samples)
+        return None if found is None else replace(found, general=self.general)
 
     def split(
         self,
@@ -234,7 +257,7 @@ class Capture:
                 device=self.device,
                 exact_ties=exact_ties,
                 held=held,
-                later={one.name for one in self.derived} - {self.record.loss or ""},
+                later={one.name for one in self.derived if self.traced is None} - {self.record.loss or ""},
                 reads_twice=reads_twice,
             )
             return splitter.split(cuts, policies)
@@ -248,7 +271,7 @@ class Capture:
         if single := self._single[samples]:
             return single
         if self.variants is None:
-            return self.joint.fits(samples)
+            return "" if self.traced is not None else self.joint.fits(samples)
         try:
             self.variants.graph(samples)
         except CaptureError as error:
@@ -267,6 +290,8 @@ class Capture:
 
     def misfit_of_results(self, samples: int) -> str:
         """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
+        if self.traced is not None:
+            return self.traced.fits(samples)
         return "" if self.of_batch is None else self.of_batch.fits(samples)
 
     def with_totals(
@@ -276,6 +301,7 @@ class Capture:
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut: totals come behind the others.
 
@@ -285,6 +311,11 @@ class Capture:
             sizes: samples of the micro-batches.
             buffers: by name; on ranks that have leaves, those of the first stage.
         """
+        if self.batch is not None:
+            cut = (*cut, *(value.rows is not None for value in self.batch.values))
+            if next(iter(leaves), None) is None:
+                return (*leaves, *[None] * len(self.batch.values)), cut
+            return (*leaves, *self.batch.of(leaves, buffers, samples=sum(sizes), key=key)), cut
         if self.joint.totals is None:
             return tuple(leaves), tuple(cut)
         if next(iter(leaves), None) is None:
@@ -301,16 +332,22 @@ class Capture:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
+        if self.traced is not None:
+            return ()
         return unproven_results(self.joint, self.flow, self.derived)
 
     @property
     def picked(self) -> tuple[str, ...]:
         """Return the names of results that may be of single samples."""
+        if self.traced is not None:
+            return ()
         return picked_results(self.joint, self.flow, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:
         """Return the names of state that depends on samples, or on their number in a graph that does not tell."""
+        if self.traced is not None:
+            return frozenset()
         return frozenset(self.joint.mutations) if self.joint.symbol is None else self.writes
 
     def result_role(self, name: str) -> Role:
@@ -325,13 +362,16 @@ class Capture:
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""
+        if self.traced is not None:
+            return self
         return replace(self, flow=self.flow.with_loss(self.joint, role))
 
     def without_slices(self) -> Capture:
         """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
         unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
         flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
-        return replace(self, flow=flow, graph=graph_of_nodes(self.joint, self.kinds, flow, self.aliases))
+        graph = replace(graph_of_nodes(self.joint, self.kinds, flow, self.aliases), head=self.graph.head)
+        return replace(self, flow=flow, graph=graph)
 
     def left_whole(self, reason: str) -> Capture:
         """Return the same step for batches that are not cut, for a reason."""
@@ -345,6 +385,9 @@ class Capture:
     def testimony(self, request: Request) -> str:
         """Return "" if the step's Python does now what it did when it was captured (`witness`), else what."""
         lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
+        if self.traced is not None:
+            request = replace(request, samples=request.total or request.samples, lengths=lengths)
+            return testimony(request, self.traced)
         return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
     def varying(self) -> tuple[Place, ...]:
@@ -379,6 +422,8 @@ def capture_step(request: Request) -> Capture:
     """
     with without_collection():
         of_all = replace(request, samples=request.total)
+        if request.samples is not None and request.total and (found := _sliced(of_all, request.samples)) is not None:
+            return found
         try:
             captured = _captured_at_any(request)
         except CaptureError:
@@ -391,6 +436,51 @@ def capture_step(request: Request) -> Capture:
         if request.total not in (0, request.samples):
             captured = _captured_at_any(of_all)
         return captured.left_whole(reason)
+
+
+def _sliced(request: Request, samples: int) -> Capture | None:
+    """Return the step cut along samples; None where a gradient needs all samples."""
+    if request.lengths:
+        with contextlib.suppress(CaptureError):
+            general = trace(request)
+            joint = at_lengths(general, request.structure.leaves)
+            if joint is not None:
+                found = _cut(joint, request, samples)
+                return None if found is None else replace(found, general=general)
+        request = replace(request, lengths=frozenset())
+    return _cut(trace(request), request, samples)
+
+
+def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
+    _refuse_overwritten_ties(joint, canonical_names(request.module))
+    if next(tensors_in(joint.record.returned, objects=True), None) is not None:
+        raise hazard("it returns an object that holds tensors", "")
+    if written := _trained_and_written(request.module, joint):
+        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
+    split_input_and_weight_gradients(joint)
+    joint = with_own_gradients(joint)
+    step = sliced(
+        joint,
+        samples=samples,
+        total=request.total,
+        batch_dim=request.batch_dim,
+        device=request.device,
+        whole_batch=request.whole_batch,
+    )
+    if isinstance(step, str):
+        return None
+    kinds, aliases = classify(step.joint), canonical_names(request.module)
+    graph = replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head)
+    known = (step.joint, kinds, step.flow, aliases, request.device, request.batch_dim)
+    return Capture(
+        graph,
+        step.joint.record,
+        *known,
+        derived=step.derived,
+        batch=step.batch,
+        traced=step.whole,
+        by_parts=step.by_parts,
+    )
 
 
 def _captured_at_any(request: Request) -> Capture:

@@ -23,11 +23,11 @@ from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import Head
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -124,6 +124,11 @@ class Route(Protocol):
     @property
     def is_fixed(self) -> bool:
         """Return whether what the Python of the step did is fixed: then nothing that it read may change."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether micro-batches make the loss and the gradients of the batch, but for batch statistics."""
         ...
 
     @property
@@ -318,6 +323,7 @@ class Route(Protocol):
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut."""
         ...

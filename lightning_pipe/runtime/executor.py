@@ -342,7 +342,8 @@ class Executor:
     def _run_head(self, head: Head, course: _Course) -> Walk[None]:
         """Run the head of the last stage; what it says of the batch are results of this rank."""
         job = course.job
-        whole = Slice(self._exchange.batch_samples, RandomKey(job.seed, job.step, -1), job.weight, job.weight)
+        samples = self._exchange.batch_samples
+        whole = Slice(samples, RandomKey(job.seed, job.step, -1, 0, samples), job.weight, job.weight)
         try:
             results = yield from self._heads.run(self._exchange.sizes, whole)
         except Exception as error:
@@ -367,8 +368,9 @@ class Executor:
         parts = [self._exchange.local(stage, microbatch) for microbatch in microbatches]
         samples = sum(map(len, parts))
         job, place = job.of(microbatches[0])
-        key = RandomKey(job.seed, job.step, place, parts[0].start)
-        return Slice(samples, key, samples / (job.samples or self._exchange.batch_samples) * job.weight, job.weight)
+        total = job.samples or self._exchange.batch_samples
+        key = RandomKey(job.seed, job.step, place, parts[0].start, total)
+        return Slice(samples, key, samples / total * job.weight, job.weight)
 
     def land(self, step: Callable[[], None], *, among: Iterable[torch.Tensor], wait: Callable[[Wait], None]) -> None:
         """Wait for the sums that a run has left; `step` is called whenever some parameters have their gradients.

@@ -348,11 +348,13 @@ class PlanMaker:
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""
         count = len(wanted := self._cuts.parts(captured.capture, samples))
-        if len(wanted) > 1:
+        if len(wanted) > 1 and not captured.capture.is_exact:
             self._cuts.fewest = fewest_samples(captured, call, control=self._links.control)
             count = len(self._cuts.parts(captured.capture, samples))
             warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
+        if captured.capture.misfit_of_results(first):
+            first = samples  # a graph of batches of this size alone says nothing of smaller ones
         checked = self._compared(captured, call, samples=first)
         is_as_expected = self._weigh(captured, call, seconds=checked.seconds)
         return checked.is_compared and is_as_expected and count == len(wanted)
@@ -386,7 +388,8 @@ class PlanMaker:
         """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
         parts = self._cuts.parts(captured.capture, sum(sizes))
-        if len(parts) <= 1 or (captured.capture.plays is not None and captured.capture.plays.head):
+        has_head = captured.capture.plays is not None and captured.capture.plays.head
+        if len(parts) <= 1 or captured.capture.is_exact or has_head:
             return True
         control = self._links.control
         try:

@@ -35,6 +35,7 @@ from lightning_pipe.config import (
     RestoredRanks,
     StartMethod,
     WeightVersions,
+    WholeBatch,
     chosen_config,
 )
 from lightning_pipe.core.plan import Plan
@@ -164,6 +165,7 @@ class DappleStrategy(ParallelStrategy):
         cluster: str | os.PathLike[str] | None = None,
         cache: str | os.PathLike[str] | None = None,
         capture: CaptureMode = "auto",
+        whole_batch: WholeBatch = "auto",
         check: bool = True,
         recheck: bool = False,
         witness: bool = True,

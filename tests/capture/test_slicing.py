@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from capture.sliced_runs import Runs, deviation, worst_value
-from lightning_pipe.capture.capture import Request
+from lightning_pipe.capture.capture import Capture, Request, capture_step
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.slicing.rules import RULES
@@ -19,6 +19,8 @@ from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
+from lightning_pipe.strategy.checks.whole_batch import measure
+from models.kept import GRAPHS
 from models.sample_losses import entries
 from zoo import ZOO
 
@@ -35,6 +37,9 @@ HEADS = {
     *"barlow_twins vicreg cox ranking ohem_topk norm_of_outputs correlation centred_features".split(),
     *"dice root_of_a_mean flooding free_bits moe_balance".split(),
 }
+# A gradient needs all samples in the middle of a model, or of all backwards: these take those of a micro-batch.
+IN_THE_MIDDLE = {"moe_capacity", "centred_features", "embedding_bag_offsets"}
+OF_A_WEIGHT = {"nested_batch"}  # only the gradient of a weight needs all samples
 EVERY_TIME = (
     "mean ignore_index sim_clr barlow_twins flooding ohem_topk mixup f1_logged picks_returned batch_norm".split()
 )
@@ -58,7 +63,7 @@ def traced(name: str, symbolic: bool = False) -> tuple[JointGraph, dict[str, Any
     leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
     _, structure = flatten(structure.fill(leaves))
     joint = trace(Request(module, "training_step", structure, samples=SAMPLES, symbolic=symbolic))
-    joint = of_whole_batch(joint, SAMPLES)
+    joint = of_whole_batch(joint)
     state = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -92,6 +97,34 @@ def test_micro_batches_change_no_number(name: str) -> None:
     assert max(deviation(Runs(slicing, SIZES, inputs)).values()) < limit
     off, operator = worst_value(Runs(slicing, SIZES, inputs))
     assert off < max(1e-9, limit), operator
+
+
+@functools.cache
+def captured(name: str) -> tuple[Capture, Request, list[torch.Tensor]]:
+    """Return a step as stages run it, and a batch."""
+    torch.manual_seed(0)
+    module = ENTRIES[name].make_module().double().train()
+    torch.manual_seed(1)
+    leaves, structure = flatten(ENTRIES[name].make_batch(SAMPLES))
+    leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
+    _, structure = flatten(structure.fill(leaves))
+    request = Request(module, "training_step", structure, samples=SIZES[0], kept=GRAPHS)
+    return capture_step(request), request, leaves
+
+
+@pytest.mark.parametrize("name", names(EVERY_TIME))
+def test_stages_of_micro_batches_have_the_numbers_of_the_plain_step(name: str) -> None:
+    """Loss and gradients of the stages are those of autograd on all samples, but for the declared exceptions."""
+    capture, request, leaves = captured(name)
+    assert capture.is_exact == (name not in IN_THE_MIDDLE)
+    if not capture.is_exact or capture.graph.coupled:
+        return  # with a warning they take what a micro-batch has: in the middle of a model, and batch statistics
+    assert (capture.graph.head is not None) == (name in HEADS | OF_A_WEIGHT)
+    for sizes in (SIZES, *OTHER_SIZES):
+        if any(capture.misfit(size) for size in sizes):
+            continue
+        found = measure(capture, request, leaves, sizes=sizes, role="sum")
+        assert found.relative < max(1e-9, 1e2 * OWN_PRECISION.get(name, 0.0)), (sizes, found)
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ class JointGraph:
         parameters, buffers: placeholder -> name in the user's module.
         leaves: placeholder -> index of the batch leaf.
         tangents: placeholders of the loss's gradient.
-        loss: node of the loss, None without one.
+        loss: node of the loss, None without one; a name of its own where it is made when all micro-batches are there.
+        loss_dtype: its type in that case.
         results: nodes of recorded values, in the order of the record's numbers.
         mutations: buffer name -> node of its new content.
         gradients: (node, parameter name) in model order.
@@ -66,6 +67,10 @@ class JointGraph:
         totals: what is counted of the whole batch; None if nothing is.
         lengths: symbols for other sizes: (leaf, dimension) -> symbol (`lengths`); such a graph is not run.
         identity: under which the graph is kept (`kept_traces`): a hash of all that it was made from; "" if it is not.
+        head: in the graph of a micro-batch, what is made once per batch when all micro-batches have run forward; its
+            outputs are inputs of the graph.
+        batch_symbol, batch_samples: in the graph of a micro-batch, the number of samples of the batch, and what it was
+            when the step was captured.
     """
 
     module: fx.GraphModule
@@ -87,6 +92,17 @@ class JointGraph:
     totals: Totals | None = None
     lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
     identity: str = ""
+    loss_dtype: torch.dtype | None = None
+    head: Half | None = None
+    batch_symbol: sympy.Symbol | None = None
+    batch_samples: int = 0
+
+    def at(self, expression: sympy.Basic, samples: int, *, batch_samples: int = 0) -> sympy.Basic:
+        """Return a size as a number, for so many samples of a micro-batch and of the batch."""
+        numbers = {self.symbol: sympy.Integer(samples)}
+        if self.batch_symbol is not None:
+            numbers[self.batch_symbol] = sympy.Integer(batch_samples or self.batch_samples)
+        return expression.xreplace(numbers)
 
     @property
     def totals_buffers(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -42,10 +41,11 @@ UNKNOWN_MIXING = "samples may be mixed"  # by some operation, as numbers show
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Where the samples of a value lie: `rows` consecutive rows of `dim` each."""
+    """Where the samples of a value lie: `rows` consecutive rows of `dim` each, all of them `outer` times."""
 
     dim: int
     rows: int
+    outer: int = 1
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def follow(joint: JointGraph) -> Flow:
 def leading_to(names: Iterable[str | None], joint: JointGraph) -> set[str]:
     """Name the nodes from which these are computed, and these."""
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    pending, found = [nodes[name] for name in names if name is not None], set[str]()
+    pending, found = [nodes[name] for name in names if name in nodes], set[str]()
     while pending:
         node = pending.pop()
         if node.name not in found:
@@ -143,8 +143,10 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         name=node.name,
         dtype=meta.dtype if isinstance(meta, torch.Tensor) else None,
         size=size_function(meta, joint),
+        size_in_batch=_size_in_batch(meta, joint),
         batch_dim=found.dim if found else None,
         rows=found.rows if found else 1,
+        outer=found.outer if found else 1,
         combine=_combining(role),
         order=_memory_order(meta, joint),
     )
@@ -166,7 +168,7 @@ def _memory_order(meta: Any, joint: JointGraph) -> tuple[int, ...]:
 
 
 def _at_capture(size: torch.SymInt, joint: JointGraph) -> Any:
-    return size.node.expr.xreplace({joint.symbol: sympy.Integer(joint.samples)})
+    return joint.at(size.node.expr, joint.samples)
 
 
 def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ...]]:
@@ -177,10 +179,27 @@ def size_function(meta: Any, joint: JointGraph) -> Callable[[int], tuple[int, ..
 
     @functools.cache
     def size(samples: int) -> tuple[int, ...]:
-        varying = iter(int(e.xreplace({joint.symbol: sympy.Integer(samples)})) for e in expressions)
+        varying = iter(int(joint.at(e, samples)) for e in expressions)
         return tuple(next(varying) if entry is None else entry for entry in fixed)
 
     return size
+
+
+def _size_in_batch(meta: Any, joint: JointGraph) -> Callable[[int, int], tuple[int, ...]] | None:
+    """Return a shape as a function of the samples of the value and of the batch; None if the latter do not matter."""
+    sizes: tuple[Any, ...] = tuple(meta.shape) if isinstance(meta, torch.Tensor) else ()
+    symbols = {symbol for size in sizes if not isinstance(size, int) for symbol in size.node.expr.free_symbols}
+    if joint.batch_symbol is None or joint.batch_symbol not in symbols:
+        return None
+
+    @functools.cache
+    def size_in_batch(samples: int, batch_samples: int) -> tuple[int, ...]:
+        return tuple(
+            size if isinstance(size, int) else int(joint.at(size.node.expr, samples, batch_samples=batch_samples))
+            for size in sizes
+        )
+
+    return size_in_batch
 
 
 def _tensor_shape(node: fx.Node) -> tuple[Any, ...]:

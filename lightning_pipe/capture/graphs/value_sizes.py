@@ -41,17 +41,17 @@ class Sizes:
 
     def __init__(self, joint: JointGraph) -> None:
         self._joint = joint
-        self._known: dict[tuple[sympy.Basic, int], int] = {}
+        self._known: dict[tuple[sympy.Basic, int], Any] = {}
         self._varying = _varying(joint) if joint.symbol is None else frozenset()
 
-    def number(self, size: Any, samples: int) -> int:
+    def number(self, size: Any, samples: int) -> Any:
         """Return a size, which may be an expression over the samples, at a number of samples."""
-        if isinstance(size, int):
+        if isinstance(size, int | float):
             return size
         expression = size.node.expr
         if (expression, samples) not in self._known:
-            value = expression.xreplace({self._joint.symbol: sympy.Integer(samples)})
-            self._known[expression, samples] = int(value)
+            value = self._joint.at(expression, samples)
+            self._known[expression, samples] = int(value) if value.is_Integer else float(value)
         return self._known[expression, samples]
 
     def shape(self, tensor: torch.Tensor, samples: int) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Sizes:
     def _form(self, value: Any, samples: int, name: str = "") -> Any:
         if isinstance(value, torch.Tensor):
             return TensorSpec(value.dtype, self.shape(value, samples), self.stride(value, samples), name)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, torch.SymInt | torch.SymFloat):
             return self.number(value, samples)
         if isinstance(value, (tuple, list)):
             return type(value)(self._form(item, samples) for item in value)

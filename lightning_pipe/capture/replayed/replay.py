@@ -36,14 +36,14 @@ from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.replayed.stage_spec import BatchContext
 from lightning_pipe.capture.replayed.unit_draws import unit_draws
 from lightning_pipe.capture.replayed.unit_split import UnitSplitter
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.module_tables import HookTables, canonical_names
 from lightning_pipe.capture.steps.record import Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, RandomKey, Split
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -76,6 +76,7 @@ class Replay:
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
     identity: ClassVar[str] = ""
+    is_exact: ClassVar[bool] = False
     is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = False
@@ -321,6 +322,7 @@ class Replay:
         cut: Sequence[bool],
         sizes: Sequence[int],
         buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
     ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Return the leaves of a whole batch as stages read them, and which are cut: as they are."""
         return tuple(leaves), tuple(cut)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from lightning_pipe.capture.operators import differentiates
 from lightning_pipe.capture.slicing.operation import BatchOperation, Label, Labels, Offered, Pattern, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placements, Rows
 from lightning_pipe.capture.slicing.rules import aligned, labels_of, pattern, rule
@@ -53,12 +54,16 @@ def reduced_losses(operation: BatchOperation, offered: Offered) -> SampleCut | N
     return replace(cut, arguments=lambda samples: {"reduction": _SUM}, divisor=count)
 
 
-_ADDS = {"add", "sub", "cat", "stack", "where"}
+_ADDS = {"add", "sub", "rsub", "cat", "stack", "where"}
 _TIMES = {"mul", "mm", "bmm", "mv", "dot"}
 _MOVES = set(
     "neg clone alias _to_copy view _unsafe_view reshape expand unsqueeze squeeze permute transpose t select slice sum "
     "mean tril triu diagonal select_backward slice_backward split split_with_sizes unbind flip".split()
 )
+
+
+_WRITES = {"index_put", "_unsafe_index_put", "index_add", "scatter", "scatter_add", "slice_scatter", "select_scatter"}
+_WRITTEN = ("values", "source", "src")
 
 
 def cut_terms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
@@ -67,6 +72,7 @@ def cut_terms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     What is added to terms, and has none, becomes a term of the first micro-batch.
     """
     name, terms = operation.name, [node for node in operation.inputs if offered[node] is TERMS]
+    operands: dict[fx.Node, Placements]
     if any(offered[node] not in (TERMS, WHOLE) for node in operation.inputs):
         return None
     if name in _ADDS:
@@ -74,15 +80,24 @@ def cut_terms(operation: BatchOperation, offered: Offered) -> SampleCut | None:
         numbers = [arg for arg in operation.args if isinstance(arg, int | float)]
         if condition in terms or (numbers and condition is not None):
             return None
-        after_first = {"other": 0} if numbers and name in ("add", "sub") else {}
-        added = {node: WHOLE if node is condition else TERMS for node in operation.inputs}
+        after_first = {"other": 0} if numbers and name in ("add", "sub", "rsub") else {}
+        added: dict[fx.Node, Placements] = {n: WHOLE if n is condition else TERMS for n in operation.inputs}
+        is_shared = bool(numbers) or any(offered[node] is not TERMS for node in added if node is not condition)
+        if is_shared and not operation.node.meta["val"].dtype.is_floating_point:
+            return None  # of a whole number there are no shares
         return SampleCut(TERMS, added, after_first=after_first)
+    if name in _WRITES:
+        written = {operation.args[0], *(operation.argument(name) for name in _WRITTEN if operation.has(name))}
+        operands = {node: TERMS if node in written else WHOLE for node in operation.inputs}
+        return SampleCut(TERMS, operands) if written.issuperset(terms) else None
     uses = sum(node is terms[0] for node in _listed(operation.args))
     is_factor = name in _TIMES and len(terms) == 1 and uses == 1
     is_divided = name == "div" and terms == [operation.args[0]] and uses == 1 and not operation.kwargs
     grows = name == "expand" and math.prod(operation.shape) > math.prod(operation.shape_of(terms[0]))
-    if is_factor or is_divided or (name in _MOVES and not grows and not _rounds(operation)):
-        operands: dict[fx.Node, Placements] = {node: _plain(offered[node]) for node in operation.inputs}
+    grows = grows and any(isinstance(size, torch.SymInt) for size in operation.node.meta["val"].shape)  # by samples
+    is_derivative = differentiates(operation.node) and terms == [operation.args[0]] and uses == 1  # linear in it
+    if is_factor or is_divided or is_derivative or (name in _MOVES and not grows and not _rounds(operation)):
+        operands = {node: _plain(offered[node]) for node in operation.inputs}
         several = tuple(WHOLE if shape is None else TERMS for shape in operation.shapes)
         return SampleCut(several if operation.has_several else TERMS, operands)
     return None

@@ -41,6 +41,11 @@ class Rows:
         blocks: torch.Tensor = value.unflatten(self.dim, (self.outer, total, self.per_sample))
         return blocks.narrow(self.dim + 1, start, samples).flatten(self.dim, self.dim + 2)
 
+    def blocks(self, value: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return the rows of so many samples in blocks of `(samples, ..., outer, per_sample, ...)`."""
+        split: torch.Tensor = value.unflatten(self.dim, (self.outer, samples, self.per_sample))
+        return split.movedim(self.dim + 1, 0).contiguous()
+
     def join(self, parts: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
         """Put the rows of micro-batches with so many samples together."""
         blocks = [

@@ -96,7 +96,8 @@ def _first_dim_of(shape: tuple[int, ...] | None) -> Labels:
 @pattern("native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward")
 def layer_norms(operation: BatchOperation) -> Pattern:
     """Let elements meet in the last dimensions; gradients of scale and shift are sums over all others."""
-    rank, last = len(operation.shape), len(operation.argument("normalized_shape"))
+    rank = len(operation.shape_of(operation.argument("input")))  # a result may not be wanted
+    last = len(operation.argument("normalized_shape"))
     labels = labels_of(rank, without=range(rank - last, rank))
     names = ["grad_out", "input", "mean", "rstd"]
     operands = [(node, labels) for node in _tensors(operation, names)]
@@ -136,14 +137,16 @@ def batch_norms(operation: BatchOperation, offered: Offered) -> SampleCut | None
 @rule("native_batch_norm_backward", "cudnn_batch_norm_backward")
 def batch_norms_backward(operation: BatchOperation, offered: Offered) -> SampleCut | None:
     """Differentiate with the statistics that the forward took."""
-    rank = len(operation.shape)
     sources = _tensors(operation, ["grad_out", "grad_output", "input"])
+    rank = len(operation.shape_of(sources[0]))
     vectors = [node for node in operation.inputs if node not in sources]
     by_channel: list[Label] = [None, "c", *[None] * (rank - 2)]
     channels = Pattern(
         [*((node, by_channel) for node in sources), *((node, "c") for node in vectors)], [by_channel, "c", "c"]
     ).cut(operation, offered)
     local = [node for node in vectors if offered[node] is LOCAL]
+    if channels is None and not local and operation.argument("train", True):
+        return None  # the statistics are those of all samples
     first = _first_dim(operation, sources[0])
     samples = Pattern([(node, first) for node in sources], [first, [], []], sums=True, local=local)
     return channels or samples.cut(operation, offered)

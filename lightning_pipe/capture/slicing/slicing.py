@@ -1,9 +1,10 @@
 """How micro-batches hold every value of a graph, and what has to wait for all of them.
 
 Every operator is cut in the way that waits least (`rules`). Its level is the number of barriers before it. What depends
-on the batch, buffers and constants alone is *of the batch*: it is evaluated where the batch is loaded, so its barriers
-are free. Law: if nothing that micro-batches make on the way to a gradient has a level, a micro-batch runs forward and
-backward before the next one begins. Else the *head* runs once: after all forwards, before the backwards that read it.
+on the batch, buffers, constants and random numbers of no tensor alone is *of the batch*: it is evaluated where the
+batch is loaded, so its barriers are free. Law: if nothing that micro-batches make on the way to a gradient has a level,
+a micro-batch runs forward and backward before the next one begins. Else the *head* runs once: after all forwards,
+before the backwards that read it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from lightning_pipe.capture.slicing import index_rules, layout_rules, product_ru
 from lightning_pipe.capture.slicing.loss_rules import cut_terms
 from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placements, Rows, is_of_microbatch
-from lightning_pipe.capture.slicing.rules import rule_of
+from lightning_pipe.capture.slicing.rules import resized, rule_of
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
+CONSTANTS = ("full", "zeros", "ones", "empty")
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "convolution", "convolution_backward"])
 
 
@@ -47,6 +49,7 @@ class Slicing:
         head: what needs all samples and is needed by a backward, in order.
         after: what needs all samples and is a result only.
         early: what is computed once before any barrier, though it depends on samples.
+        barrier: the first operation of the head, or that waits for what is only added there; None if nothing waits.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Slicing:
         self._nodes = [node for node in joint.module.graph.nodes if node.op != "output"]
         self._sizes = Sizes(joint)
         self.operations = {
-            node: BatchOperation(node, samples, self._number)
+            node: BatchOperation(node, samples, self.number)
             for node in self._nodes
             if node.op == "call_function" and not takes_output(node) and not _is_number(node)
         }
+        self._multiples = range(samples, 1 << 62, samples)
         self._weights = self._made_of_parameters()
         self.of_batch = self._find_of_batch()
         whole = frozenset[fx.Node]()
@@ -83,11 +87,11 @@ class Slicing:
         joint, of_batch = self.joint, set[fx.Node]()
         for node in self._nodes:
             if node.op == "call_function":
-                draws = is_random(node) and operator_name(node) != "randperm"
-                is_of_batch = not draws and of_batch.issuperset(node.all_input_nodes)
+                draws_for_rows = is_random(node) and not all(map(_is_number, node.all_input_nodes))
+                is_of_batch = not draws_for_rows and all(_is_number(n) or n in of_batch for n in node.all_input_nodes)
             else:
                 is_buffer = node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations
-                is_given = node.name in joint.leaves or node.name in joint.tangents
+                is_given = node.name in joint.leaves
                 is_of_batch = is_buffer or is_given or node.op == "get_attr"
             if is_of_batch:
                 of_batch.add(node)
@@ -113,10 +117,12 @@ class Slicing:
         dim = self._batch_dim
         if node.name not in self.joint.leaves or not isinstance(value, torch.Tensor) or value.dim() <= dim:
             return WHOLE
-        return Rows(dim) if self._number(value.shape[dim]) == self.samples else WHOLE
+        return Rows(dim) if self.number(value.shape[dim]) == self.samples else WHOLE
 
-    def _number(self, size: Any) -> int:
-        return self._sizes.number(size, self.samples)
+    def number(self, size: Any) -> int:
+        """Return a size at the number of samples of the batch."""
+        number: int = self._sizes.number(size, self.samples)
+        return number
 
     def _place(self, operation: BatchOperation) -> None:
         """Choose of an operator's cuts the one that waits least; the earlier of equals."""
@@ -142,6 +148,9 @@ class Slicing:
         if cuts[-1] is None:  # leaves of the batch are there as a whole, too
             whole_leaves = {node: WHOLE if node in self.of_batch else placement for node, placement in added.items()}
             cuts.append(self._by_rule(operation, whole_leaves))
+        cuts.append(self._made_by_rows(operation))
+        if cuts == [None] * len(cuts) and operation.node not in self.of_batch:
+            cuts += [self._by_rule(operation, {**added, node: rows}) for node, rows in self._free_rows(operation)]
         return [cut for cut in cuts if cut is not None]
 
     def _by_rule(self, operation: BatchOperation, offered: Mapping[fx.Node, Placements]) -> SampleCut | None:
@@ -166,6 +175,39 @@ class Slicing:
                     return cut
         return None
 
+    def _free_rows(self, operation: BatchOperation) -> Iterable[tuple[fx.Node, Rows]]:
+        """List the rows that can be cut out of what is there as a whole, is of the batch, and has some."""
+        for node in operation.inputs:
+            if node in self.of_batch and self.placements[node] is WHOLE:
+                for dim, size in enumerate(node.meta["val"].shape):
+                    if self._has_samples(size):
+                        yield node, Rows(dim, 1, self.number(size) // self.samples)
+
+    def _has_samples(self, size: Any) -> bool:
+        """Return whether a size is in proportion to the samples; by chance it may be that of something else."""
+        is_fixed = self.joint.symbol is None
+        return (is_fixed or isinstance(size, torch.SymInt)) and self.number(size) in self._multiples
+
+    def _made_by_rows(self, operation: BatchOperation) -> SampleCut | None:
+        """Let every micro-batch make constants, draw random numbers, or repeat a value, for its own samples."""
+        is_made = operation.name in CONSTANTS or (is_random(operation.node) and not operation.inputs)
+        name = next((name for name in ("size", "sizes") if operation.has(name)), "")
+        if not (is_made or operation.name == "expand") or not name:
+            return None
+        if any(self.placements[node] is not WHOLE for node in operation.inputs):
+            return None
+        given = [operation.shape_of(node) for node in operation.inputs]
+        lead = len(operation.shape) - (len(given[0]) if given else 0)
+        dims = [
+            dim
+            for dim, size in enumerate(operation.node.meta["val"].shape)
+            if self._has_samples(size) and (dim < lead or not given or given[0][dim - lead] == 1)
+        ]
+        if not dims:
+            return None
+        rows = Rows(dims[0], 1, operation.shape[dims[0]] // self.samples)
+        return SampleCut(rows, dict.fromkeys(operation.inputs, WHOLE), resized(operation, name)(rows))
+
     def _level(self, cut: SampleCut) -> int:
         """Return the barriers before an operator that is cut like this."""
         levels = [self.levels[node] + self._waits(node, required) for node, required in cut.operands.items()]
@@ -188,6 +230,11 @@ class Slicing:
                     late.add(source.all_input_nodes[0] if takes_output(source) else source)
         return late
 
+    def is_layer(self, node: fx.Node) -> bool:
+        """Return whether a forward operation is a product with weights."""
+        is_product = operator_name(node) in _PRODUCTS and not is_backward(node)
+        return is_product and not self._weights.isdisjoint(node.all_input_nodes)
+
     def makes(self, node: fx.Node) -> bool:
         """Return whether every micro-batch makes a value."""
         return is_of_microbatch(self.placements[node])
@@ -207,7 +254,13 @@ class Slicing:
         self.head = tuple(node for node in computed_once if self.levels[node] and node in late)
         self.after = tuple(node for node in computed_once if self.levels[node] and node not in late)
         self.early = tuple(node for node in computed_once if not self.levels[node])
-        self.has_barrier = any(self.makes(node) and self.levels[node] for node in training)
+        waiting = (node for node in self._nodes if node in training and self.makes(node) and self.levels[node])
+        self.barrier = next(iter(self.head), None) or next(waiting, None)
+
+    @property
+    def has_barrier(self) -> bool:
+        """Return whether what micro-batches make for gradients waits for all of them."""
+        return self.barrier is not None
 
     @property
     def gathered(self) -> tuple[fx.Node, ...]:
@@ -228,7 +281,7 @@ class Slicing:
     def numbers_per_sample(self) -> float:
         """Return how many numbers of every sample the head is given."""
         shapes = (node.meta["val"].shape for node in self.gathered)
-        return sum(math.prod(map(self._number, shape)) for shape in shapes) / self.samples
+        return sum(math.prod(map(self.number, shape)) for shape in shapes) / self.samples
 
 
 def _all_whole(operation: BatchOperation) -> Placements:

@@ -1,4 +1,4 @@
-"""Make a joint graph one of the whole batch: sizes are numbers, and nothing divides inside by a part of the batch."""
+"""Make a joint graph one of the whole batch, in which nothing divides inside by a part of the batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import Sizes
-from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, makes_constant, row_of
+from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, makes_constant, row_of
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import OpOverload, operator_name
-from lightning_pipe.capture.weighing.insert import insert
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
 
-def of_whole_batch(joint: JointGraph, samples: int) -> JointGraph:
-    """Return a graph that does the same for so many samples, and whose operators can be cut.
+def of_whole_batch(joint: JointGraph) -> JointGraph:
+    """Return a graph that does the same, and whose operators can be cut.
 
     Means of `nll_loss` become sums divided by the weight of all valid targets, which depends on the batch alone.
     Constants that are made like a tensor read nothing of it.
@@ -30,13 +29,25 @@ def of_whole_batch(joint: JointGraph, samples: int) -> JointGraph:
     copies: dict[fx.Node, fx.Node] = {}
     for node in joint.module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    sizes = Sizes(joint)
+    leaf = next(node for node in graph.nodes if node.name in joint.leaves)
+
+    def size(value: Any, before: fx.Node) -> Any:
+        """Return a size as an argument of what is inserted: a number, or a node whose value it is."""
+        if isinstance(value, int):
+            return value
+        with graph.inserting_before(before):
+            node = graph.call_function(aten.sym_size.int, (leaf, 0))
+        node.meta["val"] = value
+        return node
+
     renamed: dict[str, str] = {}
+    for number, node in enumerate(filter(is_random, graph.nodes)):
+        node.meta["draw"] = number  # in every graph that is made of this one
     for node in [*graph.nodes]:
         if node.target in WEIGHED_MEANS:
             renamed |= _weighed_sum(node)
         elif node.op == "call_function" and isinstance(node.target, OpOverload) and makes_constant(node.target):
-            _plain_constant(node, lambda size: sizes.number(size, samples))
+            _plain_constant(node, size)
 
     def name(old: str) -> str:
         return renamed.get(old, old)
@@ -56,7 +67,7 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
     source, target, weight, reduction, ignored = node.args
     if reduction not in (_MEAN, _SUM) or not isinstance(source, fx.Node) or not isinstance(target, fx.Node):
         return {}
-    dtype = source.meta["val"].dtype
+    dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # which counts further than bfloat16
     valid = insert(node, aten.ne.Scalar, target, ignored)
     each = insert(node, aten._to_copy.default, valid, dtype=dtype)
     if isinstance(weight, fx.Node):
@@ -69,12 +80,16 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
     summed = taken.get(0) or insert(after, operator.getitem, node, 0, like=node)
     renamed = {}
     if 1 in taken:
-        taken[1].replace_all_uses_with(total)
-        renamed[taken[1].name] = total.name
+        given = taken[1].meta["val"].dtype  # backwards want the weight in the type of the scores
+        weight_of_batch = total if given == dtype else insert(total.next, aten._to_copy.default, total, dtype=given)
+        taken[1].replace_all_uses_with(weight_of_batch)
+        renamed[taken[1].name] = weight_of_batch.name
         node.graph.erase_node(taken[1])
     if reduction == _MEAN:
-        mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
-        summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+        divided = mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
+        if divided.meta["val"].dtype != summed.meta["val"].dtype:
+            mean = insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
+        summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not divided)
         renamed[summed.name] = mean.name
     return renamed
 
@@ -82,7 +97,7 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
 _ONES = ("ones_like", "new_ones")
 
 
-def _plain_constant(node: fx.Node, number: Callable[[Any], int]) -> None:
+def _plain_constant(node: fx.Node, size: Callable[[Any, fx.Node], Any]) -> None:
     """Let a constant be made of its shape."""
     row, value = row_of(node), node.meta["val"]
     content: Any = 1 if operator_name(node) in _ONES else 0
@@ -91,5 +106,5 @@ def _plain_constant(node: fx.Node, number: Callable[[Any], int]) -> None:
     if isinstance(content, fx.Node):
         return
     node.target = aten.full.default
-    node.args = ([*map(number, value.shape)], content)
+    node.args = ([size(one, node) for one in value.shape], content)
     node.kwargs = {"dtype": value.dtype, "device": value.device}

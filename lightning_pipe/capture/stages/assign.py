@@ -155,7 +155,8 @@ def assign(joint: JointGraph, kinds: Kinds, cuts: tuple[int, ...]) -> dict[str, 
     Args:
         cuts: positions at which stages 1, 2, ... begin, ascending.
     """
-    return {name: bisect.bisect_right(cuts, position) for name, position in positions(joint, kinds).items()}
+    stages = {name: bisect.bisect_right(cuts, position) for name, position in positions(joint, kinds).items()}
+    return stages | dict.fromkeys(() if joint.head is None else joint.head.outputs, len(cuts))
 
 
 def positions(joint: JointGraph, kinds: Kinds) -> dict[str, int]:
@@ -167,6 +168,8 @@ def positions(joint: JointGraph, kinds: Kinds) -> dict[str, int]:
         if node.name in places and "seq_nr" in node.meta:
             by_sequence.setdefault(node.meta["seq_nr"], places[node.name])
     forward = set(places)
+    if joint.head is not None:  # whose outputs are gradients that the last stage has
+        places |= dict.fromkeys(joint.head.outputs, len(kinds.placed) - 1)
     for node in joint.module.graph.nodes:
         if node.op != "call_function" or not is_backward(node) or node.name in kinds.repeated:
             continue

@@ -84,7 +84,7 @@ class _Search:
                 operations.add(node.name)
             if self._depends[node.name] is _Depends.SAME or node.name in self._joint.tangents:
                 values.add(node.name)
-            elif (where := self._flow.samples.get(node.name)) is not None and not self._is_index(node):
+            elif (where := self._flow.samples.get(node.name)) and where.outer == 1 and not self._is_index(node):
                 values.add(node.name)
                 along[node.name] = where.dim
         return Joining(frozenset(values), along, frozenset(operations))

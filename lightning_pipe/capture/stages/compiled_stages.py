@@ -129,7 +129,7 @@ class _Runs:
         self.compiled: dict[int, Callable[..., Any]] = {}
 
     def __call__(self, samples: int, key: RandomKey | None, *rest: Any) -> Any:
-        run = self.compiled.get(samples, self.plain)
+        run = self.compiled.get(samples, self.plain) if self.code.holds_for(key) else self.plain
         if self.recording is None or key is None or run is self.plain:
             return run(samples, key, *rest)
         with self.recording.slots.of(self._kind, (key.step, key.microbatch)):

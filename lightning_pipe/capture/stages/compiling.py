@@ -25,7 +25,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.value_sizes import TensorSpec
 from lightning_pipe.capture.operators import Trait, takes_output, traits
-from lightning_pipe.capture.stages.emit import gives, undisturbed_run
+from lightning_pipe.capture.stages.emit import SizeOfBatch, gives, undisturbed_run
 from lightning_pipe.capture.stages.recorded_pieces import Slots
 from lightning_pipe.capture.steps.keyed_random import drawn_operation
 from lightning_pipe.capture.steps.stage_program import Code, RandomKey
@@ -118,11 +118,13 @@ class _Compilation:
             self._piece[node] = None
             self._piece |= dict.fromkeys(user for user in node.users if takes_output(user))
 
-    def _size(self, node: fx.Node) -> int | None:
-        """Return the integer that a node computes of integers, None if it does not."""
+    def _size(self, node: fx.Node) -> int | float | None:
+        """Return the number that a node computes of numbers of samples, None if it computes none."""
         target: Any = node.target
         if node.op != "call_function" or isinstance(target, OpOverload) or not node.all_input_nodes:
             return None
+        if isinstance(target, SizeOfBatch):
+            return target.at(self._samples)
         if not all(isinstance(self._made.get(read), int) for read in node.all_input_nodes):
             return None
         return int(target(*self._mapped(node.args)))

@@ -19,7 +19,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.operators import RUN_AS, is_random, reads_size
 from lightning_pipe.capture.steps.keyed_random import keyed, undisturbed
-from lightning_pipe.capture.steps.stage_program import Code, Give, Half, Streamed
+from lightning_pipe.capture.steps.stage_program import Code, Give, Half, RandomKey, Streamed
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -43,7 +43,9 @@ class Emitter:
         self._repeated = repeated
         self._device = device
         self.sizes = Sizes(joint)
-        self._random = {n.name: i for i, n in enumerate(n for n in joint.module.graph.nodes if is_random(n))}
+        self._random = {
+            n.name: n.meta.get("draw", i) for i, n in enumerate(filter(is_random, joint.module.graph.nodes))
+        }
 
     def inputs_of(self, names: Sequence[str]) -> set[str]:
         """Return the names that these nodes read, with repeated nodes replaced by what those read."""
@@ -63,6 +65,16 @@ class Emitter:
 
     def _is_size_of_input(self, name: str) -> bool:
         return reads_size(self._nodes[name])
+
+    def inputs_behind(self, names: Iterable[str]) -> list[str]:
+        """Return the inputs of the graph that these values are computed from, in its order."""
+        pending, seen = [self._nodes[name] for name in names], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                pending += [] if reads_size(node) else node.all_input_nodes
+        return sorted((node.name for node in seen if node.op == "placeholder"), key=self._order.__getitem__)
 
     def in_order(self, names: Iterable[str], outputs: Sequence[str] = ()) -> list[str]:
         """Return nodes, and the repeated ones that a function needs which computes these, in the graph's order."""
@@ -119,7 +131,8 @@ class Emitter:
         run: Callable[..., Any] = module.forward
         if any(name in self._random for name in names):
             run = functools.partial(undisturbed_run, run, self._device)
-        code = Code(module, self.sizes.form)
+        of_batch = any(isinstance(node.target, SizeOfBatch) for node in graph.nodes)
+        code = Code(module, self.sizes.form, self._joint.batch_samples if of_batch else 0)
         if give is None:
             return Half(tuple(inputs), tuple(outputs), run, code=code)
         streamed = Streamed(gone, rest, run)
@@ -147,25 +160,27 @@ class Emitter:
         self, node: fx.Node, graph: fx.Graph, made: dict[str, fx.Node], samples: fx.Node, key: fx.Node
     ) -> fx.Node:
         if reads_size(node):
-            return self._size(node, graph, samples)
+            return self._size(node, graph, samples, key)
         if node.op == "get_attr":
             return graph.get_attr(str(node.target))
         args = fx.map_arg(node.args, lambda n: made[n.name])
         kwargs = fx.map_arg(node.kwargs, lambda n: made[n.name])
         operation: Any = node.target
         if node.name in self._random:
-            target = keyed(operation, self._random[node.name], self._device)
+            target = keyed(operation, self._random[node.name], self._device, by_batch="of_batch" in node.meta)
             return graph.create_node("call_function", target, (key, *args), kwargs, name=node.name)
         return graph.create_node("call_function", RUN_AS.get(operation, operation), args, kwargs, name=node.name)
 
-    def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node) -> fx.Node:
+    def _size(self, node: fx.Node, graph: fx.Graph, samples: fx.Node, key: fx.Node) -> fx.Node:
         value = node.meta["val"]
         if isinstance(value, int):
             return graph.call_function(_constant(value), (samples,), name=node.name)
-        expression = value.node.expr
-        if expression == self._joint.symbol:
+        expression, joint = value.node.expr, self._joint
+        if expression == joint.symbol:
             return samples
-        return graph.call_function(_expression(expression, self._joint.symbol), (samples,), name=node.name)
+        if joint.batch_symbol in expression.free_symbols:
+            return graph.call_function(SizeOfBatch(expression, joint), (samples, key), name=node.name)
+        return graph.call_function(_expression(expression, joint.symbol), (samples,), name=node.name)
 
 
 def _call(give: Give, name: str, *terms: torch.Tensor) -> None:
@@ -182,6 +197,33 @@ def undisturbed_run(run: Callable[..., Any], device: torch.device, *args: Any) -
     """Run a function that draws random numbers, and give the generators their states back."""
     with undisturbed(device):
         return run(*args)
+
+
+class SizeOfBatch:
+    """A number that depends on how many samples a batch has, and perhaps on how many of them a micro-batch has.
+
+    Args:
+        expression: over the symbols of a graph.
+        joint: the graph.
+    """
+
+    def __init__(self, expression: sympy.Basic, joint: JointGraph) -> None:
+        self._expression, self._joint = expression, joint
+        self.__name__ = "size_of_batch"
+        self.__module__ = __name__
+        self._known: dict[tuple[int, int], int | float] = {}
+
+    def __call__(self, samples: int, key: RandomKey | None) -> int | float:
+        """Return the number for so many samples of a batch that the key tells of."""
+        return self.at(samples, 0 if key is None else key.batch_samples)
+
+    def at(self, samples: int, batch_samples: int = 0) -> int | float:
+        """Return the number; 0 samples of the batch stand for as many as the graph was captured with."""
+        where = samples, batch_samples
+        if where not in self._known:
+            value = self._joint.at(self._expression, samples, batch_samples=batch_samples)
+            self._known[where] = int(value) if value.is_Integer and self._expression.is_integer else float(value)
+        return self._known[where]
 
 
 def _constant(value: int) -> Callable[[int], int]:

@@ -41,7 +41,9 @@ class _GraphDice(TorchDispatchMode):
 
     def __init__(self, joint: JointGraph, key: RandomKey, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._expected = [operator_name(node) for node in joint.module.graph.nodes if is_random(node)]
+        random = [node for node in joint.module.graph.nodes if is_random(node)]
+        self._expected = [operator_name(node) for node in random]
+        self._by_batch = ["of_batch" in node.meta for node in random]
         self._key, self._device = key, device
         self._drawn = 0
         self._reason = ""
@@ -59,7 +61,9 @@ class _GraphDice(TorchDispatchMode):
             self._note(f"draw {number + 1} is {name} in the plain step and {expected} in the graph")
         elif kwargs.get("generator") is not None:
             self._note(f"draw {number + 1} ({name}) is from a generator of the step's own")
-        return keyed(_fill_with_mask if is_dropout else func, number, self._device)(self._key, *args, **kwargs)
+        by_batch = number < len(self._by_batch) and self._by_batch[number]
+        draw = keyed(_fill_with_mask if is_dropout else func, number, self._device, by_batch=by_batch)
+        return draw(self._key, *args, **kwargs)
 
     def unmatched(self) -> str:
         """Return "" if all random operations were those of the graph, else which is not."""

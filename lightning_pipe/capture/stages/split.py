@@ -25,10 +25,10 @@ from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.recomputing import recomputing_halves
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
-from lightning_pipe.capture.steps.stage_program import NOT_HELD, Half, Split, StageProgram
+from lightning_pipe.capture.steps.stage_program import NOT_HELD, BatchHead, Half, Split, StageProgram, Value
 from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.core.policy import KEEP_ALL, ActivationPolicy
-from lightning_pipe.core.program import Bucket, Edge, Layout, Pass, Traffic
+from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Layout, Pass, Traffic
 from lightning_pipe.errors import PlanError
 
 
@@ -107,6 +107,8 @@ class Splitter:
         count = len(cuts) + 1
         needs = [_Needs() for _ in range(count)]
         for name, stage in stages.items():
+            if self._nodes[name].op == "placeholder":  # what the head gives
+                continue
             (needs[stage].backward if is_backward(self._nodes[name]) else needs[stage].forward).append(name)
         self._place_outputs(needs, stages)
         self._drop_unneeded(needs)
@@ -114,12 +116,12 @@ class Splitter:
             self._connect(stage, needs, stages)
         self._check_mutations(needs, stages)
         policies = tuple(policies) or (KEEP_ALL,) * count
-        programs = tuple(self._program(stage, needs[stage], policies[stage]) for stage in range(count))
+        programs = tuple(self._program(stage, needs, policies[stage]) for stage in range(count))
         return self._assemble(programs, needs)
 
     def _place_outputs(self, needs: list[_Needs], stages: dict[str, int]) -> None:
         last = len(needs) - 1
-        outputs = [*([self._joint.loss] if self._joint.loss else []), *self._joint.results]
+        outputs = [*([self._joint.loss] if self._joint.loss in self._nodes else []), *self._joint.results]
         for name in dict.fromkeys(outputs):
             if name not in self._later:
                 needs[stages.get(name, last)].results.append(name)
@@ -146,7 +148,7 @@ class Splitter:
     def _connect(self, stage: int, needs: list[_Needs], stages: dict[str, int]) -> None:
         """Find where everything comes from that a stage reads but does not compute."""
         own = needs[stage]
-        used: dict[str, None] = {}
+        used: dict[str, None] = dict.fromkeys(self._head_inputs(stage, needs))
         elsewhere = {name: None for name in own.gradients if stages[name] != stage}
         used.update(elsewhere)
         for names in (own.forward, own.backward, own.results):
@@ -162,6 +164,11 @@ class Splitter:
             direction: Pass = "B" if backwards else "F"
             own.receives[direction, source].append(name)
             needs[source].sends[direction, stage].append(name)
+
+    def _head_inputs(self, stage: int, needs: Sequence[_Needs]) -> tuple[str, ...]:
+        """Return what the head reads, if a stage is the last one."""
+        head = self._joint.head
+        return head.inputs if head is not None and stage == len(needs) - 1 else ()
 
     def _reads(self, names: list[str], results: list[str] | tuple[str, ...]) -> set[str]:
         reads = self._emitter.inputs_of([n for n in names if n not in results or n in self._kinds.repeated])
@@ -192,8 +199,10 @@ class Splitter:
     def _line(self, name: str) -> str:
         return (self._nodes[name].meta.get("custom") or {}).get("line") or name
 
-    def _program(self, stage: int, own: _Needs, policy: ActivationPolicy) -> StageProgram:
-        joint = self._joint
+    def _program(self, stage: int, needs: Sequence[_Needs], policy: ActivationPolicy) -> StageProgram:
+        joint, own = self._joint, needs[stage]
+        head = BatchHead(joint.head) if joint.head is not None and stage == len(needs) - 1 else None
+        for_head = set(self._head_inputs(stage, needs))
         mutations = {state: new for state, new in joint.mutations.items() if new in own.forward}
         received = {n for names in own.receives.values() for n in names}
         input_names, weight_names = self._halves(own, policy)
@@ -203,7 +212,7 @@ class Splitter:
             for p, state in {**joint.parameters, **joint.buffers}.items()
             if state in mutations and p in backward_reads
         }
-        forward = self._forward(own, mutations, backward_reads, overwritten)
+        forward = self._forward(own, mutations, backward_reads | for_head, overwritten)
         renamed = {p: before for before, p in overwritten.items()}
         wants = {n for names in own.sends.values() for n in names}
         input_outputs = self._input_outputs(input_names, weight_names, own, wants)
@@ -214,7 +223,8 @@ class Splitter:
         if policy.backward is None and weight_grad is not None and self._is_joinable(weight_grad, weight_names, own):
             along = {n: dim for n, dim in self._joining.along.items() if n in weight_grad.inputs}
             weight_grad = replace(weight_grad, along=along)
-        halves = [h for h in (forward, input_grad, weight_grad) if h is not None]
+        of_head = None if head is None else head.half
+        halves = [h for h in (forward, input_grad, weight_grad, of_head) if h is not None]
         read = {n for h in halves for n in h.inputs}
         return StageProgram(
             stage=stage,
@@ -234,6 +244,7 @@ class Splitter:
             gradients=dict(own.gradients),
             results=tuple(own.results),
             offloaded=frozenset(policy.offloaded),
+            head=head,
         )
 
     def _reads_of(self, names: Sequence[str]) -> set[str]:
@@ -318,7 +329,11 @@ class Splitter:
     def _assemble(self, programs: tuple[StageProgram, ...], needs: list[_Needs]) -> Split:
         crossing = {n for own in needs for names in own.sends.values() for n in names}
         outputs = {n for own in needs for n in own.results}
-        values = {n: value(self._nodes[n], self._joint, self._flow) for n in crossing | outputs}
+        head = self._joint.head
+        of_head = set() if head is None else {*head.inputs, *head.outputs}
+        values = {n: value(self._nodes[n], self._joint, self._flow) for n in crossing | outputs | of_head}
+        if (loss := self._joint.loss) is not None and loss not in values:
+            values[loss] = Value(loss, self._joint.loss_dtype, lambda samples: (), None, combine="sum")
         edges = tuple(
             self._edge(direction, source, target, names)
             for source, own in enumerate(needs)
@@ -339,7 +354,9 @@ class Splitter:
         weights = [(program.stage, program.weight_grad) for program in programs]
         joinable = tuple(stage for stage, half in weights if half is not None and half.along is not None)
         offloads = tuple(program.stage for program in programs if program.offloaded)
-        traffic = Traffic(edges, buckets, offloads=offloads, joinable=joinable)
+        lines = [] if head is None else [self._sizes.line(self._nodes[n]) for n in head.inputs if n not in self._state]
+        gathered = HeadTraffic(sum(line[0] for line in lines), sum(line[1] for line in lines)) if head else None
+        traffic = Traffic(edges, buckets, offloads=offloads, joinable=joinable, head=gathered)
         return Split(programs, values, traffic, tuple(map(tuple, groups.values())), owners)
 
     def _edge(self, direction: Pass, source: int, target: int, names: list[str]) -> Edge:

@@ -35,11 +35,18 @@ def seed_of(key: RandomKey, node: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
-def keyed(operation: Callable[..., Any], node: int, device: torch.device) -> Callable[..., Any]:
-    """Return the operation with the key as its first argument, drawing from generators that are seeded for it."""
+def keyed(
+    operation: Callable[..., Any], node: int, device: torch.device, *, by_batch: bool = False
+) -> Callable[..., Any]:
+    """Return the operation with the key as its first argument, drawing from generators that are seeded for it.
+
+    Args:
+        operation, node, device: what draws, its number, and where.
+        by_batch: whether all micro-batches of a batch draw the same.
+    """
 
     def draw(key: RandomKey, *args: Any, **kwargs: Any) -> Any:
-        seed = seed_of(key, node)
+        seed = seed_of(key.of_batch if by_batch else key, node)
         for generator in _generators(device):
             generator.manual_seed(seed)
         return operation(*args, **kwargs)

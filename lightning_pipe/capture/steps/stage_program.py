@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -28,15 +28,23 @@ from lightning_pipe.core.program import Pass, Traffic
 class RandomKey:
     """Key of the random numbers of one compute: every random node adds its own number to it.
 
-    Layout, schedule and recompute do not enter, so they do not change the numbers drawn.
+    Layout, schedule and recompute do not enter, so they do not change the numbers drawn. Beside it stands the number of
+    samples of the batch, which no random number depends on; 0 for the number that the graph was captured with.
     """
 
     seed: int
     step: int
     microbatch: int
     first_sample: int = 0
+    batch_samples: int = 0
+
+    @property
+    def of_batch(self) -> RandomKey:
+        """Return the key of what is drawn once for all samples of the batch."""
+        return replace(self, microbatch=-1, first_sample=0)
 
 
+FIRST_KEY = RandomKey(0, 0, 0)
 NOT_HELD: Mapping[str, Set[int]] = {}  # no parameter has copies in other stages than those that use it
 Combine = Literal["mean", "sum", "cat", "same", "max", "min", "last"]
 
@@ -60,8 +68,11 @@ class Value:
         size: shape as a function of the number of samples.
         batch_dim: dimension along which samples lie, outermost within it; None if the value has no samples.
         rows: rows of `batch_dim` that belong to one sample (a flattened `[batch * time]` dimension has `time`).
+        size_in_batch: shape as a function of the number of samples and of those of the batch, where it depends on
+            these, too; None where it does not.
         order: dimensions from the slowest to the fastest in memory, as the step leaves them; () is row-major.
             Kept on the way to another rank, because kernels round differently for other strides.
+        outer: how often all samples follow each other in `batch_dim`, as in `cat([z1, z2])`.
         combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
             samples; `sum`, `max`, `min`; `same` where it does not depend on the samples.
     """
@@ -73,6 +84,14 @@ class Value:
     rows: int = 1
     combine: Combine = "same"
     order: tuple[int, ...] = ()
+    size_in_batch: Callable[[int, int], tuple[int, ...]] | None = None
+    outer: int = 1
+
+    def shape(self, samples: int, batch_samples: int = 0) -> tuple[int, ...]:
+        """Return the shape for so many samples of a batch of so many; 0 for as many as the step was captured with."""
+        if self.size_in_batch is None:
+            return self.size(samples)
+        return self.size_in_batch(samples, batch_samples)
 
 
 Give = Callable[..., None]  # give(canonical name of a parameter, *terms of its gradient)
@@ -115,10 +134,16 @@ class Code:
     Attributes:
         module: what runs; its inputs are `samples`, `key`, `give` where the half is streamed, and those of the half.
         form: the value of a node at a number of samples, with specs in the place of its tensors.
+        batch_samples: samples of the batch for which values have this form; 0 if they do not depend on these.
     """
 
     module: fx.GraphModule
     form: Callable[[fx.Node, int], Any]
+    batch_samples: int = 0
+
+    def holds_for(self, key: RandomKey | None) -> bool:
+        """Return whether values have this form in a batch."""
+        return key is None or key.batch_samples in (0, self.batch_samples) or not self.batch_samples
 
 
 @dataclass(frozen=True)

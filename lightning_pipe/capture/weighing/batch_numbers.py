@@ -20,8 +20,8 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import MEAN_REDUCTION, proportional_to
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import is_backward, named_arguments, operator_name
-from lightning_pipe.capture.weighing.insert import insert
 
 _aten = torch.ops.aten
 

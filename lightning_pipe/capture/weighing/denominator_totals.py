@@ -33,11 +33,11 @@ from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.graphs.variants import Variants
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, reads_size, takes_output, traits
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import is_backward, named_arguments
 from lightning_pipe.capture.weighing.batch_numbers import divide_by_batch, dividing_rows
-from lightning_pipe.capture.weighing.insert import insert
 from lightning_pipe.errors import CaptureError
 
 _aten = torch.ops.aten

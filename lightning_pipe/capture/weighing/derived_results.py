@@ -15,9 +15,8 @@ slices make of it. So does the loss, where samples meet in it: it is made as its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -27,6 +26,7 @@ from lightning_pipe.capture.graphs.sample_flow import Flow, follow, leading_only
 from lightning_pipe.capture.graphs.sample_mixing import is_of_their_number, is_picked_by, is_placed, meets_others
 from lightning_pipe.capture.graphs.value_roles import takes_size_as_number
 from lightning_pipe.capture.operators import is_random, reads_size
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.capture.torch_private import is_backward
@@ -35,27 +35,6 @@ from lightning_pipe.capture.weighing.whole_batches import unlike_said
 from lightning_pipe.errors import CaptureError
 
 _MOST_NUMBERS = 4096  # of a source, for every sample if it has samples: more is no result but data
-
-
-@dataclass(frozen=True)
-class Derived:
-    """A result that is made of others.
-
-    Attributes:
-        name: its value name.
-        half: makes it of its sources, which are the inputs, for so many samples.
-        line: the user's line of the first of the operations that make it of them.
-    """
-
-    name: str
-    half: Half
-    line: str
-
-    def of(self, values: Mapping[str, Any], samples: int) -> Any:
-        """Return the result of a batch from the sources of that batch."""
-        with torch.no_grad():
-            (found,) = self.half.run(samples, None, *(values[name] for name in self.half.inputs))
-        return found
 
 
 def graph_of_batch(
@@ -124,7 +103,7 @@ def with_sources(
     copies, derived = _copies(joint, sorted(needed & joint.leaves.keys())), []
     for name, parts in found.items():
         inputs = tuple(copies.get(source, source) for source in parts.half.inputs)
-        derived.append(Derived(name, replace(parts.half, inputs=inputs), parts.line))
+        derived.append(Derived(name, replace(parts.half, inputs=inputs), parts.line, has_parts=True))
     asked = len(joint.results) - len(joint.record.guards)  # questions are the last results
     new = dict.fromkeys(name for one in derived for name in one.half.inputs if name not in joint.results)
     joint = replace(joint, results=(*joint.results[:asked], *new, *joint.results[asked:]))

@@ -23,10 +23,10 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import follow, leading_to
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.operators import Trait, takes_output, traits
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.stages.assign import sums_gradients
 from lightning_pipe.capture.torch_private import is_backward
 from lightning_pipe.capture.weighing.denominator_totals import samples_before
-from lightning_pipe.capture.weighing.insert import insert
 
 _aten = torch.ops.aten
 

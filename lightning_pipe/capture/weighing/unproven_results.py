@@ -10,12 +10,12 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sample_flow import Flow, SampleRows
 from lightning_pipe.capture.graphs.sample_mixing import mixed_beside_loss, reads_samples
+from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.numbers import lists_said
 from lightning_pipe.capture.steps.record import BatchText, Read, Ref, StepRecord
 from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.capture.text_fields import MarkedText
-from lightning_pipe.capture.weighing.derived_results import Derived
 from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 
 

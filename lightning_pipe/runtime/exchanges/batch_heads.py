@@ -111,24 +111,24 @@ class BatchHeads:
         for rank in dict.fromkeys(place.rank for place in places):
             slices = [place for place in places if place.rank == rank]
             if rank == self._transport.rank:
-                contents = [self._checked(value, local[place.microbatch, rank], place) for place in slices]
+                contents = [self._checked(value, local[place.microbatch, rank], place, places) for place in slices]
                 flats[rank] = torch.cat([content.reshape(-1) for content in contents])
             else:
-                count = sum(math.prod(_shape(value, place)) for place in slices)
+                count = sum(math.prod(_shape(value, place, places)) for place in slices)
                 flats[rank] = torch.empty(count, dtype=dtype, device=self._device)
         full = [(rank, flat) for rank, flat in flats.items() if flat.numel()]
         for handle in [self._transport.broadcast(flat, source=rank, group=group) for rank, flat in full]:
             yield Wait(handle, Head())
         tensors: dict[tuple[int, int], torch.Tensor] = {}
         for place in places:
-            shape = _shape(value, place)
+            shape = _shape(value, place, places)
             tensors[place.microbatch, place.rank] = flats[place.rank][: math.prod(shape)].view(shape)
             flats[place.rank] = flats[place.rank][math.prod(shape) :]
         return tensors
 
-    def _checked(self, value: Value, content: torch.Tensor, place: _Place) -> torch.Tensor:
+    def _checked(self, value: Value, content: torch.Tensor, place: _Place, places: Sequence[_Place]) -> torch.Tensor:
         """Return a content if it has the size and the type that other replicas expect."""
-        shape, dtype = _shape(value, place), value.dtype or torch.int64
+        shape, dtype = _shape(value, place, places), value.dtype or torch.int64
         if content.shape == shape and content.dtype == dtype:
             return content
         raise PipelineError(
@@ -137,5 +137,5 @@ class BatchHeads:
         )
 
 
-def _shape(value: Value, place: _Place) -> tuple[int, ...]:
-    return () if value.dtype is None else value.size(len(place.samples))
+def _shape(value: Value, place: _Place, places: Sequence[_Place]) -> tuple[int, ...]:
+    return () if value.dtype is None else value.shape(len(place.samples), max(p.samples.stop for p in places))

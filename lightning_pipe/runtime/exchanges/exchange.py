@@ -151,16 +151,24 @@ class Exchange:
         """Post the receiving of a message for a stage of this rank."""
         message = receive.message
         names = self._stages[message.target].program.receives[message.direction, message.source]
-        buffers, views = self._buffers(names, len(message.samples))
+        buffers, views = self._buffers(names, len(message.samples), of=self._batch_of(message.microbatch))
         handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
         self._receiving += 1
         self._is_queued = self._transport.device is not None
         self._mailbox.put(PendingReceive(message, buffers, receive, handle, self._recorder.mark()))
 
-    def _buffers(self, names: Sequence[str], samples: int) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    def _batch_of(self, microbatch: int) -> int:
+        """Return the samples of the batch of a micro-batch; behind this batch others follow that are cut like it."""
+        count = len(self.sizes)
+        first = microbatch // count * count
+        return sum(self._program.sizes[first : first + count]) if self._program is not None else 0
+
+    def _buffers(
+        self, names: Sequence[str], samples: int, *, of: int
+    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Allocate what a message of these values fills, and return it with what travels of it."""
         values = [self._split.values[name] for name in names]
-        buffers = tuple(buffer_for(value, samples, device=self._device) for value in values)
+        buffers = tuple(buffer_for(value, samples, of=of, device=self._device) for value in values)
         return buffers, [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
 
     def _let_go(self) -> None:
@@ -215,7 +223,8 @@ class Exchange:
             match end:
                 case Send(message):
                     names = self._stages[message.source].program.sends[message.direction, message.target]
-                    self._post(end, self._buffers(names, len(message.samples))[1])
+                    of = self._batch_of(message.microbatch)
+                    self._post(end, self._buffers(names, len(message.samples), of=of)[1])
                 case Recv():
                     self.receive(end)
         yield from self.finish_sends()

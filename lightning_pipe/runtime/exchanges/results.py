@@ -59,12 +59,13 @@ _Slice: TypeAlias = tuple[str, int, Samples]  # name of an output, micro-batch, 
 
 @dataclass(frozen=True)
 class _Place:
-    """One slice of one value: what it is called, which samples it has, and which rank has it."""
+    """One slice of one value: what it is called, which samples of how many it has, and which rank has it."""
 
     value: Value
     microbatch: int
     samples: Samples
     rank: int
+    batch_samples: int
 
     @property
     def slice(self) -> _Slice:
@@ -72,7 +73,7 @@ class _Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return () if self.value.dtype is None else self.value.size(len(self.samples))
+        return () if self.value.dtype is None else self.value.shape(len(self.samples), self.batch_samples)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -221,15 +222,16 @@ class Results:
     def _places(self, name: str, program: Program) -> Iterator[_Place]:
         """List the slices of an output in order of micro-batch and samples."""
         stage = self._split.owners[name]
+        sizes = program.sizes[: program.batch]
         if name in self._of_head:  # all replicas have it, of the whole batch
-            batch = Samples(0, sum(program.sizes))
-            yield _Place(self._split.values[name], 0, batch, self._layout.stages[stage][0])
+            batch = Samples(0, sum(sizes))
+            yield _Place(self._split.values[name], 0, batch, self._layout.stages[stage][0], sum(sizes))
             return
-        for microbatch, size in enumerate(program.sizes[: program.batch]):
+        for microbatch, size in enumerate(sizes):
             for replica, rank in enumerate(self._layout.stages[stage]):
                 samples = self._layout.samples(stage, replica, microbatch, size)
                 if len(samples):
-                    yield _Place(self._split.values[name], microbatch, samples, rank)
+                    yield _Place(self._split.values[name], microbatch, samples, rank, sum(sizes))
 
     def _sum(self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float]) -> _Letter:
         """Post one sum of the slots of scalars and of votes."""

@@ -37,8 +37,10 @@ def cut(content: torch.Tensor, value: Value, *, local: Samples, part: Samples) -
     if part == local:
         return content
     if value.batch_dim is not None:
-        start = (part.start - local.start) * value.rows
-        return content.narrow(value.batch_dim, start, len(part) * value.rows)
+        start = part.start - local.start
+        if value.outer == 1:
+            return content.narrow(value.batch_dim, start * value.rows, len(part) * value.rows)
+        return _joined(_blocks(content, value, len(local)).narrow(value.batch_dim + 1, start, len(part)), value)
     if value.combine == "sum":
         return content * (len(part) / len(local))
     return content
@@ -68,7 +70,10 @@ def combine(parts: Sequence[Part], value: Value, *, how: Combine) -> torch.Tenso
     match how:
         case "cat":
             assert value.batch_dim is not None, f"{value.name} is to be concatenated but has no samples"
-            return torch.cat(contents, dim=value.batch_dim)
+            if value.outer == 1:
+                return torch.cat(contents, dim=value.batch_dim)
+            blocks = [_blocks(content, value, len(samples)) for samples, content in parts]
+            return _joined(torch.cat(blocks, dim=value.batch_dim + 1), value)
         case "mean":
             return weighted_mean(contents, [len(samples) for samples, _ in parts])
         case "sum":
@@ -80,6 +85,18 @@ def combine(parts: Sequence[Part], value: Value, *, how: Combine) -> torch.Tenso
         case "last":
             return contents[-1]
     raise AssertionError(f"{value.name} combines by {how!r}")
+
+
+def _blocks(content: torch.Tensor, value: Value, samples: int) -> torch.Tensor:
+    """Return a content whose samples follow each other several times, with a dimension of their own."""
+    assert value.batch_dim is not None, "it has samples"
+    blocks: torch.Tensor = content.unflatten(value.batch_dim, (value.outer, samples, value.rows))
+    return blocks
+
+
+def _joined(blocks: torch.Tensor, value: Value) -> torch.Tensor:
+    assert value.batch_dim is not None, "it has samples"
+    return blocks.flatten(value.batch_dim, value.batch_dim + 2)
 
 
 def weighted_mean(contents: Sequence[torch.Tensor], weights: Sequence[int]) -> torch.Tensor:
@@ -100,11 +117,11 @@ def from_tensor(tensor: torch.Tensor, value: Value) -> Content:
     return int(tensor.item()) if value.dtype is None else tensor
 
 
-def buffer_for(value: Value, samples: int, *, device: torch.device) -> torch.Tensor:
-    """Allocate the tensor that receives a value for `samples` samples, in the value's memory order."""
+def buffer_for(value: Value, samples: int, *, device: torch.device, of: int = 0) -> torch.Tensor:
+    """Allocate the tensor that receives a value for `samples` samples of `of`, in the value's memory order."""
     if value.dtype is None:
         return torch.empty((), dtype=torch.int64, device=device)
-    size = value.size(samples)
+    size = value.shape(samples, of)
     order = value.order or tuple(range(len(size)))
     return torch.empty_permuted(size, order, dtype=value.dtype, device=device)
 

@@ -16,11 +16,11 @@ import torch
 from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
-from lightning_pipe.core.program import Layout, Pass
+from lightning_pipe.core.program import Layout, Pass, Samples
 from lightning_pipe.errors import CaptureError, PipeError
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
-from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, from_tensor, packed, to_tensor
+from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, combine, from_tensor, packed, to_tensor
 from lightning_pipe.runtime.stage import Slice, Stage, State, changed_by_several
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.runtime.waiting import drive
@@ -63,25 +63,23 @@ def run_captured(
         Results of the micro-batches (of those that are made of others, what guards ask for), gradients by canonical
         name, and the loss of all samples.
     """
+    key = replace(key, batch_samples=sum(sizes))
     module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
     stages, buffers = _whole(captured, request, sizes=sizes, training=True)
     how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
-    total = torch.zeros((), dtype=torch.float64)
-    cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers)
-    asked = {guard.ref.name for guard in captured.record.guards}
     weights = [1.0 if how == "sum" else samples / sum(sizes) for samples in sizes]
+    cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
     slices = [
         Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
         for number, (samples, weight) in enumerate(zip(sizes, weights, strict=True))
     ]
+    of_head: Mapping[str, Content] = {}
     for number, (samples, parts, own) in enumerate(zip(sizes, cut, slices, strict=True)):
         try:
-            found_results = stages.forward(number, parts, own)
-            answers = [one for one in captured.derived if one.name in asked]
-            results.append({**found_results, **{one.name: one.of(found_results, samples) for one in answers}})
+            results.append(stages.forward(number, parts, own))
             if number == len(sizes) - 1:
-                results[-1] = {**results[-1], **stages.head(sizes, key)}
+                of_head = stages.head(sizes, key)
             for ready in stages.ready(number, of=len(sizes)):
                 stages.backward(ready, slices[ready])
         except torch.OutOfMemoryError:
@@ -95,14 +93,36 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {advice(captured)}"
             ) from error
-        if (found_loss := results[-1].get(captured.record.loss or "")) is not None:  # else the head makes it
-            assert isinstance(found_loss, torch.Tensor), "the loss is a tensor"
-            loss = found_loss
-            total = total + loss.detach().cpu().double() * (1.0 if stages.holds else weights[number])
+    batch = {**_of_batch(captured, results, sizes, weights), **of_head}
+    loss = batch[captured.record.loss or ""]
+    assert isinstance(loss, torch.Tensor), "the loss is a tensor"
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
-    return results, found, total.to(loss.dtype)
+    answers = {guard.ref.name: batch[guard.ref.name] for guard in captured.record.guards}
+    return [{**result, **answers, **of_head} for result in results], found, loss.detach().cpu()
+
+
+def _of_batch(
+    captured: Route, results: Sequence[Mapping[str, Content]], sizes: Sequence[int], weights: Sequence[float]
+) -> dict[str, Content]:
+    """Return the loss and the results of a batch from those of its micro-batches."""
+    values, ends = cut_up(captured).values, list(itertools.accumulate(sizes))
+    batch: dict[str, Content] = {}
+    for name in results[0]:
+        contents = [result[name] for result in results]
+        tensors = [content for content in contents if isinstance(content, torch.Tensor)]
+        if name == captured.record.loss:
+            terms = [t.double() * weight for t, weight in zip(tensors, weights, strict=True)]
+            batch[name] = torch.stack(terms).sum(0).to(tensors[0])
+        elif len(tensors) == len(sizes):
+            parts = [(Samples(end - n, end), t) for t, n, end in zip(tensors, sizes, ends, strict=True)]
+            value = values[name]
+            how = value.combine if value.combine != "cat" or value.batch_dim is not None else "last"
+            batch[name] = combine(parts, value, how=how)
+        else:
+            batch[name] = contents[0]
+    return batch | {one.name: one.of(batch, sum(sizes)) for one in captured.derived}
 
 
 def run_forward(
@@ -112,9 +132,10 @@ def run_forward(
 
     Arguments are those of `run_captured`.
     """
+    key = replace(key, batch_samples=sum(sizes))
     stages, buffers = _whole(captured, request, sizes=sizes, training=False)
     results: list[Mapping[str, Content]] = []
-    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers)):
+    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)):
         own = Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
         results.append(stages.forward(number, parts, own))
     stages.finish()
@@ -128,12 +149,15 @@ class _Stages:
         split: the stages.
         state: parameters and buffers of all.
         loss: value name of the loss.
+        samples: of the batch.
         microbatches: how many there are.
         training: whether a backward follows.
     """
 
-    def __init__(self, split: Split, *, state: State, loss: str | None, microbatches: int, training: bool) -> None:
-        self._values, self._device = split.values, state.device
+    def __init__(
+        self, split: Split, *, state: State, loss: str | None, samples: int, microbatches: int, training: bool
+    ) -> None:
+        self._values, self._device, self._batch_samples = split.values, state.device, samples
         apart = changed_by_several(split.stages)
         self._stages = [
             Stage(program, split.values, state=state, loss=loss, apart=apart[program.stage]) for program in split.stages
@@ -141,9 +165,8 @@ class _Stages:
         for stage in self._stages:
             edges = [edge for edge in stage.program.sends if training or edge[0] == "F"]
             stage.begin(Counter((*edge, m) for edge in edges for m in range(microbatches)), training=training)
-        layout = Layout(((0,),) * len(self._stages))
-        own = dict(enumerate(self._stages))
-        self._heads = BatchHeads(split, own, layout=layout, transport=Hub().endpoint(0), device=state.device)
+        layout, numbered = Layout(((0,),) * len(self._stages)), dict(enumerate(self._stages))
+        self._heads = BatchHeads(split, numbered, layout=layout, transport=Hub().endpoint(0), device=state.device)
 
     def forward(self, microbatch: int, leaves: Sequence[torch.Tensor], own: Slice) -> Mapping[str, Content]:
         """Run all stages forward, and return the outputs of the step."""
@@ -154,6 +177,12 @@ class _Stages:
             results |= stage.results(microbatch)
             self._send(stage, "F", microbatch, own.samples)
         return results
+
+    def backward(self, microbatch: int, own: Slice) -> None:
+        """Run all stages backward."""
+        for stage in reversed(self._stages):
+            stage.compute("B", microbatch, own)
+            self._send(stage, "B", microbatch, own.samples)
 
     @property
     def holds(self) -> bool:
@@ -171,15 +200,9 @@ class _Stages:
         """Run the head of the last stage, if it has one, and return its results."""
         if self._stages[-1].program.head is None:
             return {}
-        whole = Slice(sum(sizes), replace(key, microbatch=-1, first_sample=0), mean_weight=1.0, sum_weight=1.0)
+        whole = Slice(sum(sizes), key.of_batch, mean_weight=1.0, sum_weight=1.0)
         pieces = drive(self._heads.run(sizes, whole), wait=lambda pending: None)  # no replica to wait for
         return {name: piece.content for name, piece in pieces.items()}
-
-    def backward(self, microbatch: int, own: Slice) -> None:
-        """Run all stages backward."""
-        for stage in reversed(self._stages):
-            stage.compute("B", microbatch, own)
-            self._send(stage, "B", microbatch, own.samples)
 
     def finish(self) -> None:
         """Write what is left to be written of buffers."""
@@ -196,7 +219,7 @@ class _Stages:
 
     def _travelled(self, name: str, content: Content, samples: int) -> Content:
         value = self._values[name]
-        buffer = buffer_for(value, samples, device=self._device)
+        buffer = buffer_for(value, samples, of=self._batch_samples, device=self._device)
         packed(buffer, value).copy_(packed(to_tensor(content, device=self._device), value))
         return from_tensor(buffer, value)
 
@@ -214,7 +237,10 @@ def _whole(
     buffers[NUMBERS] = torch.tensor(numbers, dtype=torch.float64, device=request.device)
     state = State(parameters, buffers, request.device)
     loss = captured.record.loss
-    return _Stages(cut_up(captured), state=state, loss=loss, microbatches=len(sizes), training=training), buffers
+    stages = _Stages(
+        cut_up(captured), state=state, loss=loss, samples=sum(sizes), microbatches=len(sizes), training=training
+    )
+    return stages, buffers
 
 
 def _parts(
@@ -224,10 +250,11 @@ def _parts(
     *,
     sizes: tuple[int, ...],
     buffers: Mapping[str, torch.Tensor],
+    key: RandomKey,
 ) -> Iterator[list[torch.Tensor]]:
     """Yield the leaves of every micro-batch as the stage reads them."""
     cut = (False,) * len(tensors) if len(sizes) == 1 else request.structure.cut(request.batch_dim)
-    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers)
+    leaves, cut = captured.with_totals(tensors, cut=cut, sizes=sizes, buffers=buffers, key=key)
     for first, samples in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
         yield [t.narrow(request.batch_dim, first, samples) if c else t for t, c in zip(leaves, cut, strict=True)]
 

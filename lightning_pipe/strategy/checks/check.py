@@ -148,12 +148,21 @@ def differences(
     key = RandomKey(seed, 0, 0)
     with on_one_device(captured, request, samples) as prepare:
         plain = plain_run(captured, request, prepare(tensors), key, deadline_s=deadline_s)
-        results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=(samples,), key=key)
+        sizes = _parts(captured, samples)
+        results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key)
         if (guard := wrong_answer(captured.record, results[0])) is not None:
             raise Incomparable(
                 f"the question at {guard.line} has another answer for the first samples than for the batch"
             )
         return compared(plain, loss, gradients)
+
+
+def _parts(captured: Route, samples: int) -> tuple[int, ...]:
+    """Return the parts in which samples are run: unequal ones, where these are to make what all make together."""
+    if not captured.is_exact or samples < 2 or captured.may_draw or captured.graph.coupled:
+        return (samples,)
+    fewer = max(1, (samples - 1) // 2)
+    return samples - fewer, fewer
 
 
 @contextlib.contextmanager

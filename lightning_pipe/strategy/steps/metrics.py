@@ -61,7 +61,7 @@ def exchanged(capture: Route) -> tuple[str, ...]:
 
     Those of the loss of micro-batches are exchanged all the same: they tell whether these have made that of the batch.
     """
-    derived = {one.name: one for one in capture.derived if one.name != capture.record.loss}
+    derived = {one.name: one for one in capture.derived if one.name != capture.record.loss or not one.has_parts}
     names = [name for name in outputs(capture.record) if name not in derived]
     return tuple(dict.fromkeys([*names, *(name for one in capture.derived for name in one.half.inputs)]))
 

@@ -17,6 +17,7 @@ import torch
 from lightning_pipe.capture.replayed.head_words import head_words
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.route import Route
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
@@ -109,7 +110,8 @@ class Runner:
         step.refresh(self._trained)
         if training and self.reduced:
             step.keep_sums_once()
-        leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers)
+        key = RandomKey(self.seed, turn.number, 0)
+        leaves, cut = step.capture.with_totals(turn.tensors, cut=cut, sizes=sizes, buffers=step.buffers, key=key)
         job = BatchInput(
             leaves=leaves,
             cut=cut,
@@ -155,6 +157,10 @@ class Runner:
             if not training:  # else the step is traced again
                 self._warn_of_late_changes(plays.late_changes(), call.method, program.layout)
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
+        with torch.no_grad():
+            for one in step.capture.derived:
+                if one.state:
+                    self._weights.buffers[one.state].copy_(made[one.name])
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
             self._warn_of_bent_loss(step.captured, bent, by_parts=values, by_all=made)
@@ -181,7 +187,11 @@ class Runner:
         for batch in batches:
             numbers = step.held_numbers(batch.numbers)
             leaves, cut = step.capture.with_totals(
-                batch.tensors, cut=batch.cut, sizes=batch.sizes, buffers={**step.buffers, **numbers}
+                batch.tensors,
+                cut=batch.cut,
+                sizes=batch.sizes,
+                buffers={**step.buffers, **numbers},
+                key=RandomKey(self.seed, batch.number, 0),
             )
             offsets = tuple(sum(batch.sizes[:m]) for m in range(len(batch.sizes)))
             job = BatchInput(leaves, cut, offsets, batch.weight, self.seed, batch.number, self._batch_dim)
@@ -218,7 +228,7 @@ class Runner:
     ) -> None:
         """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
         loss = captured.capture.record.loss
-        derived = next((one for one in captured.capture.derived if one.name == loss), None)
+        derived = next((one for one in captured.capture.derived if one.name == loss and one.has_parts), None)
         if self._bent or captured.differs:
             return
         if bent:

@@ -113,6 +113,7 @@ class StepCapture:
             varying=tuple(self._varying.values()),
             may_skip=self.may_skip,
             answered=answered,
+            whole_batch=self._setup.config.whole_batch,
             kept=None if self._setup.config.cache_dir is None else self._setup.config.cache_dir / "graphs",
         )
         request = replace(request, answers=self._agreed_answers(call, request))

@@ -173,6 +173,8 @@ class RankStep:
         """Return why no forwards may run ahead of the step's batch; "" if they may."""
         if not self.capture.can_run_ahead:
             return "its Python is replayed"
+        if state := next((one.state for one in self.capture.derived if one.state), ""):
+            return f"all samples of a batch make the buffer {state}"
         if guards := self.capture.record.guards:
             return f"it decides by numbers of the batch at {guards[0].line}"
         return ""

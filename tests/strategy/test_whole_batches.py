@@ -1,4 +1,4 @@
-"""Replayed steps whose head runs once per batch: loss, gradients, logs and Python state are those of one device."""
+"""Whatever the loss, micro-batches train as one device: loss, gradients, logs and Python state, by both routes."""
 
 from __future__ import annotations
 
@@ -197,10 +197,12 @@ def fitted(names: list[str], options: dict[str, Any] | None, batches: int) -> di
     return found
 
 
-def assert_as_one_device(names: list[str], options: dict[str, Any], *, batches: int, rounding: float) -> None:
-    """Compare fits on two ranks with those on one device."""
+def assert_as_one_device(
+    names: list[str], options: dict[str, Any], *, batches: int, rounding: float, ranks: int = 2
+) -> None:
+    """Compare fits on some ranks with those on one device."""
     expected = fitted(names, None, batches)
-    for found in World(2).run(fitted, names, {"layout": "1-1", "capture": "replay", **options}, batches):
+    for found in World(ranks).run(fitted, names, {"layout": "1-1", "capture": "replay", **options}, batches):
         for name in names:
             (outputs, logged, seen, weights), (own_outputs, own_logged, own_seen, own) = expected[name], found[name]
             assert own_outputs == [(pytest.approx(value, rel=rounding), kept) for value, kept in outputs], name
@@ -211,14 +213,23 @@ def assert_as_one_device(names: list[str], options: dict[str, Any], *, batches: 
             )
 
 
-def test_whatever_the_loss_a_batch_is_that_of_one_device():
+@pytest.mark.parametrize("capture", ["auto", "replay"])
+def test_whatever_the_loss_a_batch_is_that_of_one_device(capture):
     table = [name for name in LOSSES if name not in (*CONTRASTIVE, *LATER)]
-    assert_as_one_device(table, {"microbatches": 3, "schedule": "gpipe"}, batches=1, rounding=1e-12)
+    options = {"microbatches": 3, "schedule": "gpipe", "capture": capture}
+    assert_as_one_device(table, options, batches=1, rounding=1e-12)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_losses_that_compare_samples_train_as_on_one_device(microbatches):
-    options = {"microbatches": microbatches, "schedule": "gpipe"}
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["1-2", "2-1", "1-1-1"])
+def test_replicas_and_more_stages_train_as_one_device_too(layout):
+    options = {"microbatches": 2, "schedule": "gpipe", "capture": "joint", "layout": layout}
+    assert_as_one_device([*CONTRASTIVE, "flooding", "root_of_a_mean"], options, batches=4, rounding=1e-9, ranks=3)
+
+
+@pytest.mark.parametrize(("capture", "microbatches"), [("replay", 1), ("replay", 2), ("joint", 2), ("joint", 8)])
+def test_losses_that_compare_samples_train_as_on_one_device(capture, microbatches):
+    options = {"microbatches": microbatches, "schedule": "gpipe", "capture": capture}
     assert_as_one_device([*CONTRASTIVE], options, batches=4, rounding=1e-9)
 
 

@@ -1,0 +1,236 @@
+"""Results that need all samples: made once when all micro-batches are there, of what these have made.
+
+    logits.std(0)        of the rows of all samples
+    (loss / count).sqrt()    of terms that were added
+
+Where that would take much of every sample, a result is the mean of what micro-batches make of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_pipe.capture.operators import is_random
+from lightning_pipe.capture.slicing.microbatch_graph import MicrobatchGraph, WaitsForAllError
+from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, Rows
+from lightning_pipe.capture.slicing.slicing import Slicing
+from lightning_pipe.capture.stages.emit import Emitter
+from lightning_pipe.capture.steps.stage_program import Half
+from lightning_pipe.core.graph import HeadWork
+
+_MOST_NUMBERS = 4096  # of a source, for every sample if it has samples: more is no result but data
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A result, or the new content of a buffer, that is made when all micro-batches are there.
+
+    Attributes:
+        name: its value name.
+        half: makes it of other results, which are the inputs, for so many samples.
+        line: the user's line of the first of the operations that make it of them.
+        state: name of the buffer that it is the new content of; "" if it is a result.
+        has_parts: whether micro-batches make one of their own, too.
+    """
+
+    name: str
+    half: Half
+    line: str
+    state: str = ""
+    has_parts: bool = False
+
+    def of(self, values: Mapping[str, Any], samples: int) -> Any:
+        """Return the result of a batch from the sources of that batch."""
+        with torch.no_grad():
+            (result,) = self.half.run(samples, None, *(values[name] for name in self.half.inputs))
+        return result
+
+
+class AfterAll:
+    """Find how results are made.
+
+    Args:
+        slicing: how the graph of the whole batch is cut.
+        build: the graph of a micro-batch, to which what results are made of is added.
+        device: where results are made.
+
+    Attributes:
+        sources: values of micro-batches that results are made of.
+        names: of results, by their names in the graph of the whole batch.
+        nodes: of the whole batch, by name.
+        by_parts: lines of results that are means over micro-batches.
+    """
+
+    def __init__(self, slicing: Slicing, build: MicrobatchGraph, device: torch.device) -> None:
+        self._slicing, self._build, self._device = slicing, build, device
+        self.nodes = build.nodes
+        self._wanted: list[tuple[fx.Node, str, dict[fx.Node, fx.Node]]] = []
+        self.sources: list[fx.Node] = []
+        self.names: dict[str, str] = {}
+        self.by_parts: list[str] = []
+
+    def result(self, name: str) -> list[fx.Node]:
+        """Return the value of micro-batches that makes a result, in a list that is empty if there is none."""
+        node, build = self.nodes[name], self._build
+        placement = self._slicing.placements[node]
+        is_part = isinstance(placement, Rows) or placement in (TERMS, LOCAL)
+        combined = build.part(name) if is_part else build.once(name)
+        if combined is None and not self._is_derived(node, ""):
+            combined = build.local(node)
+            self.by_parts.append(line_of(node))
+        self.names[name] = name if combined is None else combined.name
+        return [] if combined is None else [combined]
+
+    def loss(self, name: str) -> fx.Node | None:
+        """Return the term of the loss; None if it is made when all micro-batches are there."""
+        node = self.nodes[name]
+        is_early = not self._slicing.levels[node] and self._slicing.placements[node] is not LOCAL
+        if not is_early and self._is_derived(node, ""):
+            return None
+        return self._build.term(name)
+
+    def state(self, state: str, name: str) -> bool:
+        """Let the new content of a buffer be made when all micro-batches are there; return whether that is possible."""
+        return self._is_derived(self.nodes[name], state)
+
+    def _is_derived(self, node: fx.Node, state: str) -> bool:
+        sources = self.sources_of(node)
+        if any(not self._is_small(source) for source in sources if source is not node) or self._draws(node, sources):
+            return False
+        self._wanted.append((node, state, sources))
+        self.sources += [given for given in sources.values() if given not in self.sources]
+        return True
+
+    def sources_of(self, result: fx.Node) -> dict[fx.Node, fx.Node]:
+        """Return what a value of all samples is made of -> its value in a micro-batch."""
+        return {node: self._given(node) for node in self._behind(result) if self._is_source(node)}
+
+    def _draws(self, result: fx.Node, sources: Mapping[fx.Node, Any]) -> bool:
+        return any(is_random(node) for node in self._behind(result) if node not in sources)
+
+    def _behind(self, result: fx.Node) -> list[fx.Node]:
+        """Return what a value is made of, back to what is there before all micro-batches are."""
+        pending, seen = [result], {result: None}
+        while pending:
+            node = pending.pop()
+            if not self._is_source(node):
+                new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
+                seen.update(dict.fromkeys(new))
+                pending += new
+        return [*seen]
+
+    def _is_source(self, node: fx.Node) -> bool:
+        slicing = self._slicing
+        if node.op == "get_attr" or (node in slicing.of_batch and not self._build.varies(node)):
+            return node.op == "placeholder"
+        return slicing.makes(node) or not slicing.levels[node]
+
+    def _is_small(self, node: fx.Node) -> bool:
+        value, slicing = node.meta["val"], self._slicing
+        if not isinstance(value, torch.Tensor):
+            return False
+        count = math.prod(map(slicing.number, value.shape))
+        has_samples = isinstance(slicing.placements[node], Rows) or self._build.varies(node)
+        return count <= _MOST_NUMBERS * (slicing.samples if has_samples else 1)
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        build = self._build
+        if self._slicing.levels[node] and self._slicing.makes(node):
+            raise WaitsForAllError(node)
+        part = build.part(node.name)
+        if part is None:
+            part = build.once(node.name)
+        assert part is not None, f"{node} is there before all micro-batches are"
+        return part
+
+    @property
+    def derived(self) -> tuple[Derived, ...]:
+        """Return the results that are made when all micro-batches are there."""
+        emitter = Emitter(self._slicing.joint, repeated=frozenset(), device=self._device)
+        return tuple(self._made(emitter, *wanted) for wanted in self._wanted)
+
+    def _made(self, emitter: Emitter, node: fx.Node, state: str, sources: Mapping[fx.Node, fx.Node]) -> Derived:
+        return Derived(node.name, half_of(emitter, sources, [node.name]), line_of(node), state)
+
+
+def half_of(emitter: Emitter, sources: Mapping[fx.Node, fx.Node], outputs: Sequence[str]) -> Half:
+    """Return the function of values of micro-batches put together that makes values of the whole batch."""
+    half = emitter.make((), inputs=[source.name for source in sources], outputs=outputs)
+    return replace(half, inputs=tuple(given.name for given in sources.values()), code=None)
+
+
+class SlicedHead:
+    """What is made once per batch, when all micro-batches have run forward, for their backwards.
+
+    Args:
+        slicing: how the graph of the whole batch is cut.
+        build: the graph of a micro-batch, which names what its backwards read.
+
+    Attributes:
+        inputs: values of micro-batches that are put together.
+    """
+
+    def __init__(self, slicing: Slicing, build: MicrobatchGraph) -> None:
+        self._slicing, self._build = slicing, build
+        self._sources: dict[fx.Node, fx.Node] = {}
+        self._operations: list[fx.Node] = []
+        pending = [build.nodes[output.source] for output in build.head_outputs]
+        seen = {*pending}
+        while pending:
+            node = pending.pop()
+            given = build.for_head(node)
+            if given is not None:
+                self._sources[node] = given
+            elif slicing.makes(node) and slicing.levels[node]:
+                raise WaitsForAllError(node)
+            else:
+                self._operations.append(node)
+                new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
+                seen.update(new)
+                pending += new
+        self.inputs = [*self._sources.values()]
+
+    def half(self, device: torch.device) -> Half | None:
+        """Return the function; None if nothing needs all samples."""
+        outputs = self._build.head_outputs
+        if not outputs:
+            return None
+        emitter = Emitter(self._slicing.joint, repeated=frozenset(), device=device)
+        half = half_of(emitter, self._sources, [output.source for output in outputs])
+        return replace(half, outputs=tuple(output.name for output in outputs))
+
+    @property
+    def work(self) -> HeadWork | None:
+        """Return what planners see of it; None if nothing needs all samples."""
+        slicing, outputs = self._slicing, self._build.head_outputs
+        if not outputs:
+            return None
+        first = slicing.barrier or self._build.nodes[outputs[0].source]
+        rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
+        others = [node for node in self._sources if node not in rows and node.op == "call_function"]
+        sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}
+        per_sample = sum(sizes[node] * node.meta["val"].element_size() for node in rows) / slicing.samples
+        fixed = sum(sizes[node] * node.meta["val"].element_size() for node in others)
+        touched = sum(_bytes(node, slicing) for node in self._operations)
+        return HeadWork(line_of(first), str(first.target), per_sample, fixed, touched_bytes=touched)
+
+
+def _bytes(node: fx.Node, slicing: Slicing) -> int:
+    values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    return sum(math.prod(map(slicing.number, tensor.shape)) * tensor.element_size() for tensor in tensors)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def line_of(node: fx.Node) -> str:
+    """Return the user's line of an operation; its name if that is not known."""
+    return str((node.meta.get("custom") or {}).get("line") or node.name)
