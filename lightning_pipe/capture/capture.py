@@ -422,7 +422,8 @@ def capture_step(request: Request) -> Capture:
     """
     with without_collection():
         of_all = replace(request, samples=request.total)
-        if request.samples is not None and request.total and (found := _sliced(of_all, request.samples)) is not None:
+        is_exact = request.whole_batch == "exact" and request.samples is not None and request.total
+        if is_exact and (found := _sliced(of_all, request.samples or request.total)) is not None:
             return found
         try:
             captured = _captured_at_any(request)
@@ -465,7 +466,6 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
         total=request.total,
         batch_dim=request.batch_dim,
         device=request.device,
-        whole_batch=request.whole_batch,
     )
     if isinstance(step, str):
         return None

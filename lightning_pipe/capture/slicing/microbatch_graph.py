@@ -143,7 +143,7 @@ class MicrobatchGraph:
         if not expression.free_symbols:
             return float(expression)
         if expression not in self._sizes:
-            leaf = next(iter(self._copies.values()))
+            leaf = self._copies[self._a_leaf]
             with self.graph.inserting_after(self._inputs_end):
                 node = self.graph.call_function(_aten.sym_size.int, (leaf, self._batch_dim))
             node.meta["val"] = self._forms.number_of(expression)

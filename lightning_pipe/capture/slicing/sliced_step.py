@@ -97,9 +97,7 @@ class ValuesOfBatch:
         return tensor
 
 
-def sliced(
-    joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device, whole_batch: str = "auto"
-) -> SlicedStep | str:
+def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device) -> SlicedStep | str:
     """Return a step as micro-batches run it; the line at which it needs all samples, where it is not to be cut there.
 
     Args:
@@ -108,12 +106,8 @@ def sliced(
         total: samples of the batch.
         batch_dim: dimension of the samples in tensors of the batch.
         device: where results are made.
-        whole_batch: what happens where gradients need all samples, as the option says.
     """
     slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim)
-    in_middle = next((node for node in slicing.head if slicing.is_layer(node)), None)
-    if slicing.barrier and (whole_batch == "by_microbatch" or (in_middle and whole_batch == "auto")):
-        return line_of(slicing.barrier)
     try:
         return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
     except WaitsForAllError as late:
