@@ -67,6 +67,7 @@ from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_warn
 
 
 @dataclass(frozen=True)
@@ -440,7 +441,7 @@ def capture_step(request: Request) -> Capture:
 
 
 def _sliced(request: Request, samples: int) -> Capture | None:
-    """Return the step cut along samples; None where a gradient needs all samples."""
+    """Return the step cut along samples; None, with a warning, where something needs more than all forwards."""
     if request.lengths:
         with contextlib.suppress(CaptureError):
             general = trace(request)
@@ -468,6 +469,10 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
         device=request.device,
     )
     if isinstance(step, str):
+        rank_zero_warn(
+            f"whole_batch='exact' cannot cut {request.method}: what it makes at {step} needs more than the forwards of "
+            "all micro-batches. So micro-batches are combined as with whole_batch='auto'; microbatches=1 is exact."
+        )
         return None
     kinds, aliases = classify(step.joint), canonical_names(request.module)
     graph = replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head)

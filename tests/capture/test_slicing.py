@@ -6,6 +6,7 @@ import functools
 import random
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -125,6 +126,29 @@ def test_stages_of_micro_batches_have_the_numbers_of_the_plain_step(name: str) -
             continue
         found = measure(capture, request, leaves, sizes=sizes, role="sum")
         assert found.relative < max(1e-9, 1e2 * OWN_PRECISION.get(name, 0.0)), (sizes, found)
+
+
+class Drawn(pl.LightningModule):
+    """A buffer that is drawn by what all samples make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(3, 4)
+        self.register_buffer("bank", torch.zeros(4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        scores = self.net(batch)
+        self.bank.copy_(torch.nn.functional.dropout(scores.detach().mean(0).abs().sqrt()))
+        return scores.square().mean()
+
+
+def test_what_the_graph_cannot_give_is_told_and_combined_as_without_the_option() -> None:
+    """The new content of a buffer was left out where nothing could make it."""
+    request = Request(Drawn(), "training_step", flatten(torch.zeros(6, 3))[1], samples=3, whole_batch="exact")
+    with pytest.warns(UserWarning, match=r"test_slicing.py:\d+ in training_step needs more than the forwards"):
+        capture = capture_step(request)
+    assert not capture.is_exact
+    assert "bank" in capture.joint.mutations
 
 
 @pytest.mark.slow

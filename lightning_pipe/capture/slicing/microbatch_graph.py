@@ -31,7 +31,7 @@ _aten = torch.ops.aten
 
 
 class WaitsForAllError(Exception):
-    """What a backward makes of all micro-batches is needed before it ends."""
+    """A value needs more than the forwards of all micro-batches: their backwards, or random numbers of the batch."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(f"{node} waits for all micro-batches")

@@ -98,7 +98,7 @@ class ValuesOfBatch:
 
 
 def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device) -> SlicedStep | str:
-    """Return a step as micro-batches run it; the line at which it needs all samples, where it is not to be cut there.
+    """Return a step as micro-batches run it; the line that needs all backwards, or what no micro-batch can give.
 
     Args:
         joint: the graph of the batch, or of any number of samples.
@@ -133,8 +133,8 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
         elif placement is TERMS:
             mutations[state] = build.mean(new)
             roles[mutations[state].name] = "mean"
-        else:
-            after.state(state, new)
+        elif not after.state(state, new):
+            raise WaitsForAllError(by_name[new])
     gradients = tuple((build.term(name), parameter) for name, parameter in whole.gradients)
     asked = len(whole.results) - len(joint.record.guards)  # questions are the last results
     head = SlicedHead(slicing, build)
