@@ -115,7 +115,7 @@ def test_what_micro_batches_change_in_a_graph_is_said_with_numbers(name):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", MIXED.keys() - {"batch statistics"})
+@pytest.mark.parametrize("name", sorted(MIXED.keys() - {"batch statistics"}))
 def test_a_replayed_loss_that_needs_all_samples_is_that_of_the_whole_batch(name):
     found, expected = fit_cut(MIXED[name], capture="replay"), plain(name)
     assert found.losses == pytest.approx(expected.losses, rel=ROUNDING) and not found.warned
