@@ -151,6 +151,27 @@ def test_what_the_graph_cannot_give_is_told_and_combined_as_without_the_option()
     assert "bank" in capture.joint.mutations
 
 
+class Sparse(pl.LightningModule):
+    """A table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = torch.nn.Embedding(7, 4, sparse=True), torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.head(self.table(batch)).square().mean()
+
+
+def test_sparse_gradients_of_micro_batches_add_up() -> None:
+    places = torch.arange(12).reshape(6, 2) % 7
+    request = Request(Sparse(), "training_step", flatten(places)[1], samples=3, whole_batch="exact")
+    capture = capture_step(request)
+    assert capture.is_exact
+    assert capture.graph.head is None
+    assert measure(capture, request, [places], sizes=(3, 2, 1), role="sum").relative < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", OTHER_SIZES, ids=len)
 @pytest.mark.parametrize("name", ENTRIES)

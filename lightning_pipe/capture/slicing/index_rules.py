@@ -84,6 +84,14 @@ def embedding_backward(operation: BatchOperation) -> Pattern | None:
     return Pattern([(gradient, [*labels, None]), (places, labels)], [[None, None]], sums=True)
 
 
+@pattern("_sparse_coo_tensor_with_dims_and_tensors")
+def sparse_rows(operation: BatchOperation) -> Pattern:
+    """Make a sparse tensor of rows and their places, which add up: a gradient of a table."""
+    places, rows = operation.argument("indices"), operation.argument("values")
+    labels: list[Label] = ["n", *[None] * (len(operation.shape_of(rows)) - 1)]
+    return Pattern([(places, [None, "n"]), (rows, labels)], [TERMS])
+
+
 class _Indexed(NamedTuple):
     """How an operand is indexed: rows of what is picked, how it has to be held, and how its indices have to be."""
 
