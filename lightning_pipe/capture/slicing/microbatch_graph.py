@@ -405,8 +405,9 @@ class MicrobatchGraph:
 
     def mean(self, name: str) -> fx.Node:
         """Return the term of a value as one of a mean over samples: multiplied by `N / n`."""
-        term = self.term(name)
-        mean = self._insert(_aten.mul.Tensor, (term, self._size(self.total / self.symbol)), like=self._here)
+        term, ratio = self.term(name), self._size(self.total / self.symbol)
+        with self.graph.inserting_after(term):  # where it is made, so that no cut lies between it and its state
+            mean = self._insert(_aten.mul.Tensor, (term, ratio), like=self._here)
         mean.meta["val"] = term.meta["val"]
         self._note(mean, TERMS)
         return mean
@@ -421,7 +422,10 @@ class MicrobatchGraph:
         return value if value.op == "call_function" else self._cloned(value)
 
     def _cloned(self, value: fx.Node) -> fx.Node:
-        copy = self._insert(_aten.clone.default, (value,), like=self._here)
+        first = next((node for node in self.graph.nodes if value in node.all_input_nodes), None)
+        beside = self.graph.inserting_after(self._inputs_end) if first is None else self.graph.inserting_before(first)
+        with beside:  # where it is, so that it need not travel
+            copy = self._insert(_aten.clone.default, (value,), like=self._here)
         copy.meta["val"] = value.meta["val"]
         self._note(copy, self.placements[value.name])
         return copy
