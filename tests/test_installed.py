@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"(?:^<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<kind>.*)\n(?P<body>(?:.*\n)*?)^```$", re.MULTILINE)
 COMPARED = {"schedules.md", "concepts.md"}  # whose drawings other tests compare with the simulator
 MARKS = {
-    "a drawing": 15,
+    "a drawing": 16,
     "needs a checkout": 8,
     "needs several hosts": 2,
     "needs transformers": 1,

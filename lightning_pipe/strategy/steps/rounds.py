@@ -100,6 +100,9 @@ class Rounds:
         """
         if self.policy is None or not training:
             return Round(None, sizes)
+        if step.split.traffic.head is not None and self._flying is None:  # a program of its own, which is flushed
+            self.is_flushed = self._is_flushed(step.why_not_ahead)
+            return Round(None, sizes)
         step.prove_rounds(self.policy, sizes)
         if self.predicted is not None:
             step.executor.versions.prediction = self.predicted.of(self.policy, step.plan)

@@ -175,6 +175,8 @@ class RankStep:
             return "its Python is replayed"
         if state := next((one.state for one in self.capture.derived if one.state), ""):
             return f"all samples of a batch make the buffer {state}"
+        if self.split.traffic.head is not None:
+            return "its gradients need all samples of the batch"
         if guards := self.capture.record.guards:
             return f"it decides by numbers of the batch at {guards[0].line}"
         return ""
