@@ -119,6 +119,7 @@ def test_a_dict_is_looked_at_as_it_is(kind: str, options: dict[str, Any]) -> Non
         torch.testing.assert_close(parameters, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.xfail(strict=True, reason="a head runs no hooks of sub-modules, which leave states in a context variable")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_hooks_of_a_first_call_are_installed_once(microbatches: int) -> None:
     """Every play of the first batch installed them, so that each state was there several times from then on."""
