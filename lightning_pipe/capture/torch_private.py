@@ -41,6 +41,7 @@
   `torch._C.DisableTorchFunction`: and without modes that answer them.
 * `torch._C._swap_tensor_impl`: give the object of a tensor another tensor to be.
 * `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks`: the hooks on the gradient of a parameter.
+* `torch.nn.modules.module._has_any_global_hook`: whether hooks run with every module.
 * `Module._backward_hooks`, `Module._backward_pre_hooks`, `_global_backward_hooks`, `_global_backward_pre_hooks`: the
   hooks on the backward of modules.
 * `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group` (in torch 2.11
@@ -655,6 +656,11 @@ def storage_users(storage: torch.UntypedStorage) -> int:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return whether a module was given to `torch.compile`, by function or by method."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
+def has_global_hooks() -> bool:
+    """Return whether hooks run with every module."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.stage_program import memory_order
 from lightning_pipe.capture.steps.trees import mapped
-from lightning_pipe.capture.torch_private import has_hooks_on_saved_tensors, has_storage
+from lightning_pipe.capture.torch_private import has_global_hooks, has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.lightning_names import pl
 
 Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # type, shape, order in memory
@@ -47,6 +47,7 @@ class Seen:
         differentiable: numbers of the outputs that a gradient could flow through.
         differentiated: numbers of those that got one.
         saved: bytes of what autograd keeps, by memory.
+        is_hooked: whether hooks ran with it, which may take what they see elsewhere.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Seen:
     differentiable: set[int] = field(default_factory=set)
     differentiated: set[int] = field(default_factory=set)
     saved: dict[Any, int] = field(default_factory=dict)
+    is_hooked: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,7 @@ class UnitCalls:
             output = self._mark(output, unit, seen)
         finally:
             follower.inside = None
+        seen.is_hooked = any(map(_hooks, called.modules()))
         self.note_writer(unit)
         for name, value in self._changed():
             self._note_change_inside(name, value, unit)
@@ -257,7 +260,8 @@ class UnitCalls:
 
 def _hooks(module: nn.Module) -> bool:
     """Return whether something besides its forward runs when a module is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return bool(own) or has_global_hooks()
 
 
 def generator_states() -> tuple[torch.Tensor, ...]:

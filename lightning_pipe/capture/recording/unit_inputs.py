@@ -220,17 +220,20 @@ class GlueTrial:
         return [1, *(blocks for blocks in range(2, rows + 1) if rows % blocks == 0 and blocks <= _MOST_BLOCKS)]
 
 
-def head_of(trace: UnitTrace, first_draws: Sequence[int | None], *, drawn: bool) -> tuple[Head, str]:
+def head_of(trace: UnitTrace, first_draws: Sequence[int | None], *, hooked: str, drawn: bool) -> tuple[Head, str]:
     """Return what the head of a step does, and why there is none, after "since".
 
     Args:
         trace: the units.
         first_draws: how many units had begun when glue drew random numbers first, by run; None where it has not.
+        hooked: path of a unit with hooks, which a head does not run; "" if there is none.
         drawn: whether it has drawn random numbers of Python or NumPy.
     """
     last = len(trace.units)
     if drawn or any(begun is not None and begun < last for begun in first_draws):
         return "", "they draw random numbers of their own before its last sub-module"
+    if hooked:
+        return "", f"hooks of {hooked} may take what they see elsewhere"
     if trace.changes:
         return "", f"it changes {trace.changes[0].name}"
     read = [trace.units[int(k)] for kind, k in trace.tail if kind == "unit"]

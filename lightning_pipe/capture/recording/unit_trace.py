@@ -38,7 +38,7 @@ from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faste
 from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
-from lightning_pipe.capture.recording.units import Source, Sources, Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
@@ -100,7 +100,11 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             run = replace(run, repeatable=frozenset())
         trace = _described(request, run, others, [call.seconds for call in calls])
         first_draws = [one.first_draw for one in (run, *others)]
-        head, headless = head_of(trace, first_draws, drawn=drawn()) if others and fits else ("", "")
+        hooked = next((seen.path for one in (run, *others) for seen in one.seen if seen.is_hooked), "")
+        head: Head = ""
+        headless = ""
+        if others and fits:
+            head, headless = head_of(trace, first_draws, hooked=hooked, drawn=drawn())
         unlike = ""
         if head and (compared := _with_glue(runner, trace, steady)) is not None:
             trace, unlike = compared

@@ -6,6 +6,7 @@ Units inside a checkpoint, and those that the plan recomputes, keep nothing but 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -110,9 +111,11 @@ class StepRun:
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step as far as this stage does; return its result, None before its end."""
         output = None
-        if not self._part.stops or self._part.begin < self._part.end:  # else all is the head's
+        if self._part.is_last and not self._part.stops:
+            output = step()
+        elif not self._part.stops or self._part.begin < self._part.end:  # else all is the head's
             with contextlib.suppress(_TheRestIsOthers):
-                output = step()
+                output = contextvars.copy_context().run(step)  # it may set back what it sets behind where it stops
         self._send_nothing()
         return output
 
