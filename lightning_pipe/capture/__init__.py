@@ -5,10 +5,11 @@ capture = capture_step(Request(module, "training_step", structure, samples=4))
 split = capture.split((17, 40))      # three stages
 """
 
-from lightning_pipe.capture.capture import Capture, capture_step
+from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.trace import real_answers
 from lightning_pipe.capture.route import Route
+from lightning_pipe.capture.sliced_capture import capture_step
 from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.module_tables import canonical_names
 

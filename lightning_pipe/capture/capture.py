@@ -1,6 +1,6 @@
-"""Capture a step: the pure graph for planners, and stage programs for any cut of it.
+"""Captured step: the pure graph for planners, and stage programs for any cut of it.
 
-capture = capture_step(Request(module, "training_step", structure, samples=4))
+capture = captured_by_microbatch(Request(module, "training_step", structure, samples=4))
 split = capture.split((17, 40))      # three stages
 """
 
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from lightning_pipe.capture.graphs.gradient_nodes import split_input_and_weight_gradients, with_own_gradients
+from lightning_pipe.capture.graphs.gradient_nodes import with_gradients_apart
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
 from lightning_pipe.capture.graphs.request import Request
@@ -36,7 +36,6 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.unit_loss import loss_calls
 from lightning_pipe.capture.recording.unit_state import tensors_in
 from lightning_pipe.capture.slicing.results import Derived
-from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
@@ -63,11 +62,9 @@ from lightning_pipe.capture.weighing.unproven_results import (
     unproven_results,
 )
 from lightning_pipe.capture.weighing.whole_batches import goes_by_count, needs_all, unlike_said
-from lightning_pipe.collection import without_collection
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import rank_zero_warn
 
 
 @dataclass(frozen=True)
@@ -100,9 +97,6 @@ class Capture:
     variants: Variants | None = None
     general: JointGraph | None = None
     of_batch: JointGraph | None = None
-    batch: ValuesOfBatch | None = None
-    traced: JointGraph | None = None
-    by_parts: tuple[str, ...] = ()
     derived: tuple[Derived, ...] = ()
     tried: Mapping[str, TriedResult] = field(default_factory=dict)
     whole: str = ""
@@ -110,6 +104,7 @@ class Capture:
     name: ClassVar[str] = "joint"
     fallback: ClassVar[str] = "replay"
     is_fixed: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
     can_run_ahead: ClassVar[bool] = True
     may_offload: ClassVar[bool] = True
     kept: ClassVar[str] = ""
@@ -120,11 +115,6 @@ class Capture:
     def identity(self) -> str:
         """Return a hash of all that the graph was made from; "" if that is not known, or there are several graphs."""
         return "" if self.variants is not None else self.joint.identity
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether micro-batches make the loss and the gradients of the batch, but for batch statistics."""
-        return self.traced is not None
 
     @property
     def is_sliceable(self) -> bool:
@@ -159,7 +149,7 @@ class Capture:
     @property
     def mixes_samples(self) -> bool:
         """Return whether samples meet each other on the way to the loss, or lie where nobody has followed them."""
-        return self.traced is None and (self.variants is not None or may_mix(self.joint, self.flow))
+        return self.variants is not None or may_mix(self.joint, self.flow)
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
@@ -170,8 +160,6 @@ class Capture:
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
-        if self.traced is not None:
-            return ()
         return state_by_parts(self.joint, self.flow)
 
     def told(self) -> str:
@@ -180,14 +168,10 @@ class Capture:
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches do not make together."""
-        if self.traced is not None:
-            return self.by_parts
         return self._places(mixed_results(self.joint, self.flow, self.derived, self.tried))
 
     def scattered_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
-        if self.traced is not None:
-            return ()
         return self._places(scattered_results(self.joint, self.flow, self.derived))
 
     def _places(self, names: Set[str]) -> tuple[str, ...]:
@@ -204,7 +188,7 @@ class Capture:
 
     def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
         """Let a plain run of the step draw the random numbers that the graph draws, inside."""
-        return graph_draws(self.traced or self.joint, key, request.device)
+        return graph_draws(self.joint, key, request.device)
 
     def for_lengths(self, request: Request) -> Capture | None:
         """Return the step for other lengths of its batch, if this trace holds for them.
@@ -215,14 +199,7 @@ class Capture:
         Raises:
             CaptureError: if no graph can hold the step.
         """
-        if self.general is None:
-            return None
-        if self.traced is None or not request.total:
-            return _captured_at_lengths(self.general, request)
-        joint = at_lengths(self.general, request.structure.leaves)
-        samples = request.samples or request.total
-        found = None if joint is None or joint.fits(request.total) else _cut(joint, request, samples)
-        return None if found is None else replace(found, general=self.general)
+        return None if self.general is None else captured_at_lengths(self.general, request)
 
     def split(
         self,
@@ -258,7 +235,7 @@ class Capture:
                 device=self.device,
                 exact_ties=exact_ties,
                 held=held,
-                later={one.name for one in self.derived if self.traced is None} - {self.record.loss or ""},
+                later={one.name for one in self.derived if one.has_parts} - {self.record.loss or ""},
                 reads_twice=reads_twice,
             )
             return splitter.split(cuts, policies)
@@ -267,17 +244,21 @@ class Capture:
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""
-        if samples not in self._single:
-            self._single[samples] = single_statistics(self.joint, self.flow, samples)
-        if single := self._single[samples]:
+        if single := self._single_statistics(samples):
             return single
         if self.variants is None:
-            return "" if self.traced is not None else self.joint.fits(samples)
+            return self.joint.fits(samples)
         try:
             self.variants.graph(samples)
         except CaptureError as error:
             return str(error)
         return ""
+
+    def _single_statistics(self, samples: int) -> str:
+        """Return "" if no batch norm sees one value per channel in slices of this many samples, else which does."""
+        if samples not in self._single:
+            self._single[samples] = single_statistics(self.joint, self.flow, samples)
+        return self._single[samples]
 
     @cached_property
     def _single(self) -> dict[int, str]:
@@ -291,8 +272,6 @@ class Capture:
 
     def misfit_of_results(self, samples: int) -> str:
         """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
-        if self.traced is not None:
-            return self.traced.fits(samples)
         return "" if self.of_batch is None else self.of_batch.fits(samples)
 
     def with_totals(
@@ -312,11 +291,6 @@ class Capture:
             sizes: samples of the micro-batches.
             buffers: by name; on ranks that have leaves, those of the first stage.
         """
-        if self.batch is not None:
-            cut = (*cut, *(value.rows is not None for value in self.batch.values))
-            if next(iter(leaves), None) is None:
-                return (*leaves, *[None] * len(self.batch.values)), cut
-            return (*leaves, *self.batch.of(leaves, buffers, samples=sum(sizes), key=key)), cut
         if self.joint.totals is None:
             return tuple(leaves), tuple(cut)
         if next(iter(leaves), None) is None:
@@ -333,22 +307,16 @@ class Capture:
     @property
     def unproven(self) -> tuple[str, ...]:
         """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
-        if self.traced is not None:
-            return ()
         return unproven_results(self.joint, self.flow, self.derived)
 
     @property
     def picked(self) -> tuple[str, ...]:
         """Return the names of results that may be of single samples."""
-        if self.traced is not None:
-            return ()
         return picked_results(self.joint, self.flow, self.derived)
 
     @property
     def unproven_buffers(self) -> frozenset[str]:
         """Return the names of state that depends on samples, or on their number in a graph that does not tell."""
-        if self.traced is not None:
-            return frozenset()
         return frozenset(self.joint.mutations) if self.joint.symbol is None else self.writes
 
     def result_role(self, name: str) -> Role:
@@ -363,8 +331,6 @@ class Capture:
 
     def with_role(self, role: Literal["mean", "sum"]) -> Capture:
         """Return the same step with losses of micro-batches combined as means or as sums."""
-        if self.traced is not None:
-            return self
         return replace(self, flow=self.flow.with_loss(self.joint, role))
 
     def without_slices(self) -> Capture:
@@ -386,9 +352,6 @@ class Capture:
     def testimony(self, request: Request) -> str:
         """Return "" if the step's Python does now what it did when it was captured (`witness`), else what."""
         lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
-        if self.traced is not None:
-            request = replace(request, samples=request.total or request.samples, lengths=lengths)
-            return testimony(request, self.traced)
         return testimony(replace(request, symbolic=self.variants is None, lengths=lengths), self.joint)
 
     def varying(self) -> tuple[Place, ...]:
@@ -415,90 +378,38 @@ def _trained_and_written(module: nn.Module, joint: JointGraph) -> list[str]:
     return [name for name in joint.mutations if name in parameters and parameters[name].requires_grad]
 
 
-def capture_step(request: Request) -> Capture:
-    """Trace a step and describe its graph.
+def captured_by_microbatch(request: Request) -> Capture:
+    """Trace a step on a micro-batch and describe its graph.
 
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
-    with without_collection():
-        of_all = replace(request, samples=request.total)
-        is_exact = request.whole_batch == "exact" and request.samples is not None and request.total
-        if is_exact and (found := _sliced(of_all, request.samples or request.total)) is not None:
-            return found
-        try:
-            captured = _captured_at_any(request)
-        except CaptureError:
-            if not (reason := needs_all(request)):
-                raise
-            return _captured_at_any(of_all).left_whole(reason)
-        reason = captured.whole or goes_by_count(request, captured.joint)
-        if not reason:
-            return captured
-        if request.total not in (0, request.samples):
-            captured = _captured_at_any(of_all)
-        return captured.left_whole(reason)
-
-
-def _sliced(request: Request, samples: int) -> Capture | None:
-    """Return the step cut along samples; None, with a warning, where something needs more than all forwards."""
-    if request.lengths:
-        with contextlib.suppress(CaptureError):
-            general = trace(request)
-            joint = at_lengths(general, request.structure.leaves)
-            if joint is not None:
-                found = _cut(joint, request, samples)
-                return None if found is None else replace(found, general=general)
-        request = replace(request, lengths=frozenset())
-    return _cut(trace(request), request, samples)
-
-
-def _cut(joint: JointGraph, request: Request, samples: int) -> Capture | None:
-    _refuse_overwritten_ties(joint, canonical_names(request.module))
-    if next(tensors_in(joint.record.returned, objects=True), None) is not None:
-        raise hazard("it returns an object that holds tensors", "")
-    if written := _trained_and_written(request.module, joint):
-        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
-    split_input_and_weight_gradients(joint)
-    joint = with_own_gradients(joint)
-    step = sliced(
-        joint,
-        samples=samples,
-        total=request.total,
-        batch_dim=request.batch_dim,
-        device=request.device,
-    )
-    if isinstance(step, str):
-        rank_zero_warn(
-            f"whole_batch='exact' cannot cut {request.method}: what it makes at {step} needs more than the forwards of "
-            "all micro-batches. So micro-batches are combined as with whole_batch='auto'; microbatches=1 is exact."
-        )
-        return None
-    kinds, aliases = classify(step.joint), canonical_names(request.module)
-    graph = replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head)
-    known = (step.joint, kinds, step.flow, aliases, request.device, request.batch_dim)
-    return Capture(
-        graph,
-        step.joint.record,
-        *known,
-        derived=step.derived,
-        batch=step.batch,
-        traced=step.whole,
-        by_parts=step.by_parts,
-    )
+    of_all = replace(request, samples=request.total)
+    try:
+        captured = _captured_at_any(request)
+    except CaptureError:
+        if not (reason := needs_all(request)):
+            raise
+        return _captured_at_any(of_all).left_whole(reason)
+    reason = captured.whole or goes_by_count(request, captured.joint)
+    if not reason:
+        return captured
+    if request.total not in (0, request.samples):
+        captured = _captured_at_any(of_all)
+    return captured.left_whole(reason)
 
 
 def _captured_at_any(request: Request) -> Capture:
     """Return the step with symbols for the lengths of a request, or with constants where no graph holds for others."""
     if request.lengths:
         with contextlib.suppress(CaptureError):
-            if (found := _captured_at_lengths(trace(request), request)) is not None:
+            if (found := captured_at_lengths(trace(request), request)) is not None:
                 return found
         request = replace(request, lengths=frozenset())
     return _captured(trace(request), request)
 
 
-def _captured_at_lengths(general: JointGraph, request: Request) -> Capture | None:
+def captured_at_lengths(general: JointGraph, request: Request) -> Capture | None:
     """Return the step for the sizes of a request from a graph with symbols for them; None if it does not hold there."""
     joint = at_lengths(general, request.structure.leaves)
     return None if joint is None else replace(_captured(joint, request), general=general)
@@ -510,11 +421,7 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
     Raises:
         CaptureError: if no graph can hold the step.
     """
-    _refuse_overwritten_ties(joint, canonical_names(request.module))
-    if next(tensors_in(joint.record.returned, objects=True), None) is not None:
-        raise hazard("it returns an object that holds tensors", "")
-    if written := _trained_and_written(request.module, joint):
-        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
+    refuse_held_state(joint, request)
     variants, whole = None, ""
     if request.samples is not None and is_fixed(joint):
         joint = _prepared(trace(replace(request, symbolic=False)), request)
@@ -545,10 +452,22 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
     return Capture(graph, joint.record, *known, of_batch=of_batch, derived=derived, whole=whole)
 
 
+def refuse_held_state(joint: JointGraph, request: Request) -> None:
+    """Refuse a step that returns or writes what stages cannot hold.
+
+    Raises:
+        CaptureError: naming it.
+    """
+    _refuse_overwritten_ties(joint, canonical_names(request.module))
+    if next(tensors_in(joint.record.returned, objects=True), None) is not None:
+        raise hazard("it returns an object that holds tensors", "")
+    if written := _trained_and_written(request.module, joint):
+        raise hazard(f"it writes to the parameter {written[0]}, whose gradient it makes", "")
+
+
 def _prepared(joint: JointGraph, request: Request) -> JointGraph:
     """Rewrite a fresh graph so that it can be cut, and its micro-batches weighed."""
-    split_input_and_weight_gradients(joint)
-    joint = with_own_gradients(joint)
+    joint = with_gradients_apart(joint)
     if request.samples is None:  # it is never cut into samples
         return joint
     return with_one_kind_of_term(with_totals(joint, request.device))

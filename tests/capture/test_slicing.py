@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from capture.sliced_runs import Runs, deviation, worst_value
-from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.slicing.rules import RULES
 from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
-from lightning_pipe.capture.steps.batch import flatten
+from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.strategy.checks.whole_batch import measure
@@ -54,15 +54,21 @@ def _double() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-@functools.cache
-def traced(name: str, symbolic: bool = False) -> tuple[JointGraph, dict[str, Any]]:
-    """Return the graph of a batch, and what it is given."""
+def made(name: str) -> tuple[pl.LightningModule, list[torch.Tensor], Structure]:
+    """Return a module and a batch in double precision."""
     torch.manual_seed(0)
     module = ENTRIES[name].make_module().double().train()
     torch.manual_seed(1)
     leaves, structure = flatten(ENTRIES[name].make_batch(SAMPLES))
     leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
     _, structure = flatten(structure.fill(leaves))
+    return module, leaves, structure
+
+
+@functools.cache
+def traced(name: str, symbolic: bool = False) -> tuple[JointGraph, dict[str, Any]]:
+    """Return the graph of a batch, and what it is given."""
+    module, leaves, structure = made(name)
     joint = trace(Request(module, "training_step", structure, samples=SAMPLES, symbolic=symbolic))
     joint = of_whole_batch(joint)
     state = {
@@ -103,12 +109,7 @@ def test_micro_batches_change_no_number(name: str) -> None:
 @functools.cache
 def captured(name: str) -> tuple[Capture, Request, list[torch.Tensor]]:
     """Return a step as stages run it, and a batch."""
-    torch.manual_seed(0)
-    module = ENTRIES[name].make_module().double().train()
-    torch.manual_seed(1)
-    leaves, structure = flatten(ENTRIES[name].make_batch(SAMPLES))
-    leaves = [leaf.double() if leaf.dtype is torch.float32 else leaf for leaf in leaves]
-    _, structure = flatten(structure.fill(leaves))
+    module, leaves, structure = made(name)
     request = Request(module, "training_step", structure, samples=SIZES[0], whole_batch="exact", kept=GRAPHS)
     return capture_step(request), request, leaves
 

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Layout, VerifiedProgram

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture import Capture
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.runtime.weights.corrections import DISCREPANCY, Correction, annealed, spike_factors

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.stages.split import Split
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.core.plan import Plan, StagePlan

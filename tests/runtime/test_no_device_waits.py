@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lightning_pipe
-from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture import Capture
 from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.stages.cuda_recorder import CudaRecorder

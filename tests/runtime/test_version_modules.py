@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from capture.recorders import Again
-from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.stages import recorded_pieces
 from lightning_pipe.capture.stages.compiled_stages import CompiledStages
 from lightning_pipe.capture.steps.batch import flatten

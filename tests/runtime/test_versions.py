@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_pipe.capture.capture import Capture, Request, capture_step
+from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Layout, Order, VerifiedProgram

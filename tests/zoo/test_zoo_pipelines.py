@@ -16,8 +16,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_pipe.capture import Request, capture_step, flatten, real_answers
-from lightning_pipe.capture.capture import Capture
+from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.operators import is_known
 from lightning_pipe.capture.stages.state_once import state_averaged, state_once
 from lightning_pipe.capture.steps.step_function import NUMBERS

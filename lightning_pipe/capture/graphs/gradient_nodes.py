@@ -13,6 +13,12 @@ import torch
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 
 
+def with_gradients_apart(joint: JointGraph) -> JointGraph:
+    """Return a fresh graph, changed in place, in which every gradient of a parameter has a node of its own."""
+    split_input_and_weight_gradients(joint)
+    return with_own_gradients(joint)
+
+
 def split_input_and_weight_gradients(joint: JointGraph) -> None:
     """Compute input and weight gradient of convolutions by separate nodes, so that I and W can be separated.
 

@@ -42,23 +42,8 @@ _KNOWN = ("custom", "partitioner_tag", "stack_trace", "seq_nr")
 
 
 @dataclass(frozen=True)
-class BatchValue:
-    """A value that the batch alone tells, and that stages read like one of its tensors.
-
-    Attributes:
-        name: in the graph of a micro-batch.
-        source: in the graph of the whole batch.
-        rows: how it is cut into samples; None if it is given whole.
-    """
-
-    name: str
-    source: str
-    rows: Rows | None
-
-
-@dataclass(frozen=True)
-class HeadOutput:
-    """A value that the head makes of all samples, and that backwards of micro-batches read.
+class InputValue:
+    """A value of the whole batch that the graph of a micro-batch is given.
 
     Attributes:
         name: in the graph of a micro-batch.
@@ -93,8 +78,8 @@ class MicrobatchGraph:
         self._whole = slicing.joint
         self.graph = fx.Graph()
         self.placements: dict[str, Placement] = {}
-        self.batch_values: list[BatchValue] = []
-        self.head_outputs: list[HeadOutput] = []
+        self.batch_values: list[InputValue] = []
+        self.head_outputs: list[InputValue] = []
         self._copies: dict[fx.Node, fx.Node] = {}
         self._locals: dict[fx.Node, fx.Node] = {}
         self._converted: dict[tuple[fx.Node, Any], fx.Node] = {}
@@ -295,7 +280,7 @@ class MicrobatchGraph:
         node.target = node.name
         self._inputs_end = node
         node.meta = {key: source.meta[key] for key in _KNOWN if key in source.meta}
-        self.batch_values.append(BatchValue(node.name, source.name, rows))
+        self.batch_values.append(InputValue(node.name, source.name, rows))
         if rows is None:
             node.meta["val"] = self._forms.described(source.meta["val"], WHOLE)
             self._note(node, WHOLE)
@@ -314,7 +299,7 @@ class MicrobatchGraph:
         node.target = node.name
         self._inputs_end = node
         node.meta = {key: source.meta[key] for key in _KNOWN if key in source.meta}
-        self.head_outputs.append(HeadOutput(node.name, source.name, rows))
+        self.head_outputs.append(InputValue(node.name, source.name, rows))
         placement: Placement = WHOLE if rows is None else rows
         node.meta["val"] = self._forms.described(source.meta["val"], placement)
         self._note(node, placement)

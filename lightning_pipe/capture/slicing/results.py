@@ -100,19 +100,15 @@ class AfterAll:
         return self._is_derived(self.nodes[name], state)
 
     def _is_derived(self, node: fx.Node, state: str) -> bool:
-        sources = self.sources_of(node)
-        if any(not self._is_small(source) for source in sources if source is not node) or self._draws(node, sources):
+        behind = self._behind(node)
+        origins = [source for source in behind if self._is_source(source)]
+        is_drawn = any(is_random(source) for source in behind if source not in origins)
+        if is_drawn or any(not self._is_small(source) for source in origins if source is not node):
             return False
+        sources = {source: self._given(source) for source in origins}
         self._wanted.append((node, state, sources))
         self.sources += [given for given in sources.values() if given not in self.sources]
         return True
-
-    def sources_of(self, result: fx.Node) -> dict[fx.Node, fx.Node]:
-        """Return what a value of all samples is made of -> its value in a micro-batch."""
-        return {node: self._given(node) for node in self._behind(result) if self._is_source(node)}
-
-    def _draws(self, result: fx.Node, sources: Mapping[fx.Node, Any]) -> bool:
-        return any(is_random(node) for node in self._behind(result) if node not in sources)
 
     def _behind(self, result: fx.Node) -> list[fx.Node]:
         """Return what a value is made of, back to what is there before all micro-batches are."""

@@ -20,7 +20,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
 from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.operators import takes_batch_statistics
-from lightning_pipe.capture.slicing.microbatch_graph import BatchValue, MicrobatchGraph, WaitsForAllError
+from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
 from lightning_pipe.capture.slicing.results import AfterAll, Derived, SlicedHead, line_of
 from lightning_pipe.capture.slicing.slicing import Slicing
@@ -70,7 +70,7 @@ class ValuesOfBatch:
     """
 
     half: Half
-    values: tuple[BatchValue, ...]
+    values: tuple[InputValue, ...]
     leaves: Mapping[str, int]
     buffers: Mapping[str, str]
     batch_dim: int
@@ -177,7 +177,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     return SlicedStep(cut, flow, after.derived, of_batch, whole, tuple(after.by_parts), head.work)
 
 
-def _without_unused(build: MicrobatchGraph) -> tuple[BatchValue, ...]:
+def _without_unused(build: MicrobatchGraph) -> tuple[InputValue, ...]:
     """Remove operations that nothing reads; return the values of the batch that are left."""
     for node in reversed([*build.graph.nodes]):
         if not node.users and node.op == "call_function":
@@ -190,7 +190,7 @@ def _without_unused(build: MicrobatchGraph) -> tuple[BatchValue, ...]:
 
 
 def _values_of_batch(
-    whole: JointGraph, values: Sequence[BatchValue], *, batch_dim: int, device: torch.device
+    whole: JointGraph, values: Sequence[InputValue], *, batch_dim: int, device: torch.device
 ) -> ValuesOfBatch | None:
     if not values:
         return None

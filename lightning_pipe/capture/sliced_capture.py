@@ -1,0 +1,166 @@
+"""Captured step that is cut out of the graph of the whole batch: what micro-batches make is that of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightning_pipe.capture.capture import Capture, captured_by_microbatch, refuse_held_state
+from lightning_pipe.capture.graphs.gradient_nodes import with_gradients_apart
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.lengths import at_lengths
+from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.trace import trace
+from lightning_pipe.capture.graphs.witness import testimony
+from lightning_pipe.capture.operators import is_random
+from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
+from lightning_pipe.capture.stages.assign import classify
+from lightning_pipe.capture.stages.graph_draws import graph_draws
+from lightning_pipe.capture.stages.node_graph import graph_of_nodes
+from lightning_pipe.capture.steps.module_tables import canonical_names
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY, RandomKey
+from lightning_pipe.collection import without_collection
+from lightning_pipe.errors import CaptureError
+from lightning_pipe.lightning_names import rank_zero_warn
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedCapture(Capture):
+    """A captured step whose graph is cut out of that of the whole batch (`slicing.sliced_step`).
+
+    Attributes:
+        whole_graph: the graph of the whole batch.
+        batch_values: what is computed where the batch is loaded; None if nothing is.
+        by_parts: lines of results that are means over micro-batches.
+    """
+
+    whole_graph: JointGraph
+    batch_values: ValuesOfBatch | None
+    by_parts: tuple[str, ...]
+    is_exact: ClassVar[bool] = True
+    mixes_samples: ClassVar[bool] = False
+    unproven: ClassVar[tuple[str, ...]] = ()
+    picked: ClassVar[tuple[str, ...]] = ()
+    unproven_buffers: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def may_draw(self) -> bool:
+        """Return whether the step may draw random numbers of torch."""
+        return any(map(is_random, self.whole_graph.module.graph.nodes))
+
+    def buffers_by_parts(self) -> tuple[str, ...]:
+        """Return nothing: buffers become what the batch makes them."""
+        return ()
+
+    def mixed_results(self) -> tuple[str, ...]:
+        """Return the lines of results that are means over micro-batches."""
+        return self.by_parts
+
+    def scattered_results(self) -> tuple[str, ...]:
+        """Return nothing: results are put together wherever their samples lie."""
+        return ()
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Capture:
+        """Return the same step: its graph says how losses are combined."""
+        return self
+
+    def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
+        """Let a plain run of the step draw the random numbers that the graph draws, inside."""
+        return graph_draws(self.whole_graph, key, request.device)
+
+    def misfit(self, samples: int) -> str:
+        """Return "" if slices of this many samples can be run, else why not: batch statistics of a single value."""
+        return self._single_statistics(samples)
+
+    def misfit_of_results(self, samples: int) -> str:
+        """Return "" if the graph holds for a batch of this many samples, else why not."""
+        return self.whole_graph.fits(samples)
+
+    def with_totals(
+        self,
+        leaves: Sequence[Any],
+        *,
+        cut: Sequence[bool],
+        sizes: Sequence[int],
+        buffers: Mapping[str, torch.Tensor],
+        key: RandomKey = FIRST_KEY,
+    ) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+        """Return the leaves of a whole batch as stages read them, and which are cut; arguments as of `Capture`."""
+        if (values := self.batch_values) is None:
+            return tuple(leaves), tuple(cut)
+        cut = (*cut, *(value.rows is not None for value in values.values))
+        if next(iter(leaves), None) is None:
+            return (*leaves, *[None] * len(values.values)), cut
+        return (*leaves, *values.of(leaves, buffers, samples=sum(sizes), key=key)), cut
+
+    def testimony(self, request: Request) -> str:
+        """Return "" if the step's Python does now what it did when it was captured (`witness`), else what."""
+        lengths = frozenset[tuple[int, int]]() if self.general is None else frozenset(self.general.lengths)
+        return testimony(replace(request, samples=request.total, lengths=lengths), self.whole_graph)
+
+    def for_lengths(self, request: Request) -> Capture | None:
+        """Return the step for other lengths of its batch, if this trace holds for them."""
+        joint = None if self.general is None else at_lengths(self.general, request.structure.leaves)
+        if joint is None or not request.total or joint.fits(request.total):
+            return None
+        found = _cut(joint, request, request.samples or request.total)
+        return None if found is None else replace(found, general=self.general)
+
+
+def capture_step(request: Request) -> Capture:
+    """Trace a step and describe its graph: cut out of that of the whole batch if that is asked for.
+
+    Raises:
+        CaptureError: if a graph would freeze something, naming the hazard and the user's line.
+    """
+    with without_collection():
+        if request.whole_batch == "exact" and request.samples is not None and request.total:
+            found = _sliced(replace(request, samples=request.total), request.samples)
+            if found is not None:
+                return found
+        return captured_by_microbatch(request)
+
+
+def _sliced(request: Request, samples: int) -> SlicedCapture | None:
+    """Return the step cut along samples; None, with a warning, where something needs more than all forwards."""
+    if request.lengths:
+        with contextlib.suppress(CaptureError):
+            general = trace(request)
+            joint = at_lengths(general, request.structure.leaves)
+            if joint is not None:
+                found = _cut(joint, request, samples)
+                return None if found is None else replace(found, general=general)
+        request = replace(request, lengths=frozenset())
+    return _cut(trace(request), request, samples)
+
+
+def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
+    refuse_held_state(joint, request)
+    total, dim, device = request.total, request.batch_dim, request.device
+    step = sliced(with_gradients_apart(joint), samples=samples, total=total, batch_dim=dim, device=device)
+    if isinstance(step, str):
+        rank_zero_warn(
+            f"whole_batch='exact' cannot cut {request.method}: what it makes at {step} needs more than the forwards of "
+            "all micro-batches. So micro-batches are combined as with whole_batch='auto'; microbatches=1 is exact."
+        )
+        return None
+    kinds, aliases = classify(step.joint), canonical_names(request.module)
+    return SlicedCapture(
+        graph=replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head),
+        record=step.joint.record,
+        joint=step.joint,
+        kinds=kinds,
+        flow=step.flow,
+        aliases=aliases,
+        device=device,
+        batch_dim=dim,
+        derived=step.derived,
+        whole_graph=step.whole,
+        batch_values=step.batch,
+        by_parts=step.by_parts,
+    )
