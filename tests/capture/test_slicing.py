@@ -35,7 +35,7 @@ OWN_PRECISION = {"moe_dense": 1e-7, "autocast_inside": 1e-6, "llama": 1e-5}  # t
 # What needs all samples before a gradient: all others keep 1F1B.
 HEADS = {
     *"simclr moe_dense moe_capacity unet_resnet_encoder info_nce sim_clr supervised_contrastive triplet_hard".split(),
-    *"barlow_twins vicreg cox ranking ohem_topk norm_of_outputs correlation centred_features".split(),
+    *"barlow_twins whitened vicreg cox ranking ohem_topk norm_of_outputs correlation centred_features".split(),
     *"dice root_of_a_mean flooding free_bits moe_balance".split(),
 }
 # A gradient needs all backwards: these steps take micro-batches as they are.
@@ -44,7 +44,7 @@ OF_A_WEIGHT = {"nested_batch"}  # only the gradient of a weight needs all sample
 EVERY_TIME = (
     "mean ignore_index sim_clr barlow_twins flooding ohem_topk mixup f1_logged picks_returned batch_norm".split()
 )
-EVERY_TIME += ["vae"]
+EVERY_TIME += ["vae", "whitened"]
 
 
 @pytest.fixture(autouse=True)

@@ -347,6 +347,14 @@ def barlow_twins(m, x, y, mask, tokens, r):
 
 
 @loss
+def whitened(m, x, y, mask, tokens, r):
+    z = m.body(x)
+    z = z - z.mean(0)
+    covariance = z.T @ z / len(z) + 0.1 * torch.eye(WIDTH, dtype=z.dtype)
+    return (torch.linalg.solve(covariance, z.T).T * z).sum(1).sqrt().mean()
+
+
+@loss
 def vicreg(m, x, y, mask, tokens, r):
     one, two = m.body(x), m.body(x * 0.9)
     spread, centred = torch.sqrt(one.var(0) + 1e-4), one - one.mean(0)

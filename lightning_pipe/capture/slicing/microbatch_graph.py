@@ -12,6 +12,7 @@ So a mean over samples stays the operator that it was, and its share of the batc
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture import torch_private as private
-from lightning_pipe.capture.operators import Trait, is_random, takes_output, traits
+from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing.microbatch_sizes import MicrobatchSizes
 from lightning_pipe.capture.slicing.operation import SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing
+from lightning_pipe.capture.stages.assign import classify
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
 _aten = torch.ops.aten
@@ -432,9 +434,13 @@ class MicrobatchGraph:
             self._here = source
             return self.value(source, WHOLE)
         is_forward = source.op == "placeholder" or not is_backward(source)
-        is_cheap = source.op == "call_function" and (Trait.VIEW in traits(source) or not source.all_input_nodes)
         is_there = source in self._copies and not self._slicing.levels[source] and is_forward
-        return self._copies[source] if is_there and (self._slicing.makes(source) or not is_cheap) else None
+        return self._copies[source] if is_there and source.name not in self._repeated else None
+
+    @functools.cached_property
+    def _repeated(self) -> frozenset[str]:
+        """Name what has no stage, but is computed wherever it is read."""
+        return classify(self._whole).repeated
 
     def varies(self, source: fx.Node) -> bool:
         """Return whether a value is of the batch alone, and differs between batches."""
