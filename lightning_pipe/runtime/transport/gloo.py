@@ -66,6 +66,7 @@ class GlooTransport:
 
     def open(self, *, channels: Sequence[Channel], groups: Sequence[Group]) -> None:
         """Create what is missing; on every rank with the same arguments."""
+        is_first = self._messages is None
         if self._messages is None:
             self._messages = self._collectives.new_group(self._everyone)
         assert self._messages is not None, "every rank is a member"
@@ -74,7 +75,8 @@ class GlooTransport:
         for channel in channels:
             if self.rank in channel and channel not in self._lines:
                 self._lines[channel] = _Line(channel)
-        self._collectives.open(groups)
+        if self._collectives.open(groups) or is_first:
+            dist.barrier(self._messages)  # a rank that fails now closes its groups: all must have connected to them
 
     def begin(self, *, is_first: bool) -> None:
         """Do nothing: nothing on a device waits for a message."""
