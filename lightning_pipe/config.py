@@ -38,7 +38,7 @@ from lightning_pipe.units import parse_bytes
 
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
-WholeBatch = Literal["auto", "exact"]
+WholeBatch = Literal["auto", "exact", "by_microbatch"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 WeightVersions = Literal[
     "sync",
@@ -82,9 +82,10 @@ class DappleConfig:
             "off" stores nothing.
         capture: "joint" captures the step as one graph, "replay" runs its Python on every rank, "auto" takes the first
             of them that works.
-        whole_batch: "exact" traces the step with the whole batch and cuts its graph along samples: gradients and
-            results are those of the whole batch for any loss, but for batch statistics. "auto" traces a micro-batch,
-            whose losses are combined as operations or numbers say.
+        whole_batch: "auto" has the gradients of the whole batch for any loss, but for an operation in the middle of a
+            model that needs all samples, which takes those of a micro-batch; "exact" has them there, too;
+            "by_microbatch" takes losses of micro-batches as gradient accumulation does, where gradients need all
+            samples.
         check: compare the captured step with `training_step` itself on the first micro-batch, before training.
         recheck: repeat the check at every start, even if this step has passed it before.
         witness: periodically re-run the captured step's Python on empty tensors, to detect changes.

@@ -22,8 +22,9 @@ from lightning_pipe.planner.registry import PLANNER_NAMES, PLANNERS
 from lightning_pipe.schedule.registry import SCHEDULES
 
 OPTIONS = (
-    "plan planner layout schedule stages_per_device warmup microbatches costs cluster cache capture whole_batch check "
-    "recheck witness post_validation compile cuda_graphs batch_dim seed exact_ties deadline_s report memory_limit "
+    "plan planner layout schedule stages_per_device warmup microbatches costs cluster cache capture whole_batch "
+    "check recheck witness post_validation compile cuda_graphs batch_dim seed exact_ties "
+    "deadline_s report memory_limit "
     "keep_freed_memory shard_optimizer measure_memory trace timeline_steps watch_every replan start_method weights "
     "versions versions_options save_distributed_checkpoint async_checkpoint restore verbose"
 ).split()

@@ -113,13 +113,13 @@ class SlicedCapture(Capture):
 
 
 def capture_step(request: Request) -> Capture:
-    """Trace a step and describe its graph: cut out of that of the whole batch if that is asked for.
+    """Trace a step and describe its graph: cut out of that of the whole batch, if batches are cut.
 
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
     with without_collection():
-        if request.whole_batch == "exact" and request.samples is not None and request.total:
+        if request.samples is not None and request.total:
             found = _sliced(replace(request, samples=request.total), request.samples)
             if found is not None:
                 return found
@@ -142,12 +142,16 @@ def _sliced(request: Request, samples: int) -> SlicedCapture | None:
 def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
     refuse_held_state(joint, request)
     total, dim, device = request.total, request.batch_dim, request.device
-    step = sliced(with_gradients_apart(joint), samples=samples, total=total, batch_dim=dim, device=device)
+    step = sliced(
+        with_gradients_apart(joint),
+        samples=samples,
+        total=total,
+        batch_dim=dim,
+        device=device,
+        whole_batch=request.whole_batch,
+    )
     if isinstance(step, str):
-        rank_zero_warn(
-            f"whole_batch='exact' cannot cut {request.method}: what it makes at {step} needs more than the forwards of "
-            "all micro-batches. So micro-batches are combined as with whole_batch='auto'; microbatches=1 is exact."
-        )
+        _warn(step, request)
         return None
     kinds, aliases = classify(step.joint), canonical_names(request.module)
     return SlicedCapture(
@@ -163,4 +167,16 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | N
         whole_graph=step.whole,
         batch_values=step.batch,
         by_parts=step.by_parts,
+    )
+
+
+def _warn(need: str, request: Request) -> None:
+    """Say what micro-batches change; not where that was asked for."""
+    if request.whole_batch == "by_microbatch":
+        return
+    exact = "microbatches=1 is exact"
+    if request.whole_batch == "auto":
+        exact = f"whole_batch='exact' runs all that follows on the last stage, and {exact}"
+    rank_zero_warn(
+        f"{request.method}: {need}. Every micro-batch takes its own there, as gradient accumulation does; {exact}."
     )

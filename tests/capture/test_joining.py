@@ -14,7 +14,6 @@ from torch import nn
 from cost.test_joined import SIZES, Runs
 from lightning_pipe.capture import Capture, Request, capture_step, flatten
 from lightning_pipe.capture.stages import batched_weight_grad as joining
-from lightning_pipe.capture.stages.batched_weight_grad import NOTHING
 
 BATCH, LENGTH, WIDTH = sum(SIZES), 4, 5
 
@@ -37,14 +36,6 @@ class Step(pl.LightningModule):
         return h
 
 
-class Picked(Step):
-    """One position of every sample, by its index in the flattened micro-batch."""
-
-    def special(self, h, rows):
-        index = torch.arange(h.shape[0]) * LENGTH + rows
-        return h.flatten(0, 1)[index][:, None]
-
-
 class Normalised(Step):
     """Batch statistics."""
 
@@ -54,51 +45,6 @@ class Normalised(Step):
 
     def special(self, h, rows):
         return self.norm(h)
-
-
-class Centred(Step):
-    """A mean over the samples is taken from each."""
-
-    def special(self, h, rows):
-        return h - h.mean(0)
-
-
-class Scaled(Step):
-    """Samples are multiplied by their number."""
-
-    def special(self, h, rows):
-        return h * h.shape[0]
-
-
-class Drifting(Step):
-    """A buffer that every micro-batch overwrites scales the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-
-    def special(self, h, rows):
-        scaled = h * self.scale.clone()
-        self.scale.add_(h.detach().mean().abs())
-        return scaled
-
-
-class Weighted(Step):
-    """The mean is over weights that the parameters make, so that it is none over samples."""
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        errors = self.last(torch.tanh(self.first(x))).mean((1, 2)) ** 2
-        weights = torch.exp(errors.detach())
-        return (errors * weights).sum() / weights.sum().clamp(min=1)
-
-
-class Gathered(Step):
-    """The loss adds a term of the parameters to a sum over samples."""
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        return self.last(torch.tanh(self.first(x))).square().sum() + self.first.weight.square().sum()
 
 
 class Noisy(Step):
@@ -147,7 +93,7 @@ def test_w_of_a_whole_step_is_joined_with_its_tangent(step):
     assert (1 in program.weight_grad.along.values()) == (step is Transposed)
 
 
-TRAPS = [Picked, Normalised, Centred, Scaled, Drifting, Weighted, Gathered]
+TRAPS = [Normalised]
 
 
 @pytest.mark.parametrize("step", TRAPS)
@@ -182,12 +128,6 @@ def test_the_order_of_micro_batches_matters(monkeypatch):
 
     monkeypatch.setattr(torch, "cat", reversed_activations)
     assert difference(module, capture) > 1e-3
-
-
-def test_a_graph_of_constant_size_joins_nothing():
-    capture = capture_step(Request(Step(), "training_step", flatten(batch())[1], samples=SIZES[0], symbolic=False))
-    assert joining.joining(capture.joint, capture.kinds, capture.flow) == NOTHING
-    assert capture.split(()).traffic.joinable == ()
 
 
 def test_what_stands_for_the_joined_w_is_the_weights_of_all_its_micro_batches():

@@ -20,10 +20,9 @@ from parity.training import (
     BATCH,
     MICROBATCHES,
     STEPS,
-    TOLERANCE,
     accumulation,
+    assert_same_training,
     captured,
-    close,
     expected,
     pipeline,
     train,
@@ -50,27 +49,12 @@ def trained(name: str, layout: str, schedule: str) -> tuple[list[torch.Tensor], 
     return train(module, name, pipeline(module, name, layout=layout, schedule=schedule))
 
 
-@pytest.mark.sampled(every=2)
-@under_schedules(UNREPLICATED)
-@pytest.mark.parametrize("name", PARITY)
-def test_without_replicas_training_is_accumulation_bit_for_bit(name, layout, schedule):
-    losses, parameters = trained(name, layout, schedule)
-    expected_losses, expected_parameters = expected(name, accumulation)
-    assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
-    for parameter, value in expected_parameters.items():
-        assert torch.equal(parameters[parameter], value), parameter
-
-
 @pytest.mark.sampled
 @under_schedules([*UNREPLICATED, *REPLICATED])
 @pytest.mark.parametrize("name", PARITY)
 def test_training_is_that_of_one_device(name, layout, schedule):
-    losses, parameters = trained(name, layout, schedule)
-    expected_losses, expected_parameters = expected(name, accumulation if name in COUPLED else whole_batches)
-    for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
-        torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
-    for parameter, value in expected_parameters.items():
-        close(parameters[parameter], value, parameter)
+    wanted = expected(name, accumulation if name in COUPLED else whole_batches)
+    assert_same_training(trained(name, layout, schedule), wanted)
 
 
 @pytest.mark.parametrize(("layout", "weights"), [("2-1", ((3, 1),)), ("2-2", ((1, 4), (3, 1)))])
@@ -79,12 +63,7 @@ def test_training_with_replicas_in_unequal_parts_is_accumulation(name, layout, w
     """Micro-batches of 3, 3 and 2 samples: one to four leaves the first replica without any."""
     module = make_module(name).train()
     update = pipeline(module, name, layout=layout, schedule="1f1b", weights=weights)
-    losses, parameters = train(module, name, update)
-    expected_losses, expected_parameters = expected(name, accumulation)
-    for number, (loss, wanted) in enumerate(zip(losses, expected_losses, strict=True)):
-        torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0, msg=lambda m, n=number: f"step {n}: {m}")
-    for parameter, value in expected_parameters.items():
-        close(parameters[parameter], value, parameter)
+    assert_same_training(train(module, name, update), expected(name, accumulation))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_pipe.capture import Capture, Request, capture_step, flatten, real_answers
 from lightning_pipe.capture.stages.split import check_slices
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
+from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Constraints, Problem, counted_problem
@@ -134,7 +135,11 @@ def pipeline(
         order = planned_order(plan, microbatches=len(sizes))
         program = verify(lower(order, layout=plan.layout, sizes=sizes, traffic=split.traffic, join=planned_join(plan)))
         leaves, cut = capture.with_totals(
-            tensors, cut=structure.cut(), sizes=sizes, buffers=dict(module.named_buffers())
+            tensors,
+            cut=structure.cut(),
+            sizes=sizes,
+            buffers=dict(module.named_buffers()),
+            key=RandomKey(SEED, number, 0),
         )
         job = BatchInput(leaves, cut, tuple(itertools.accumulate((0, *sizes[:-1]))), seed=SEED, step=number)
         for own in modules:
@@ -145,7 +150,8 @@ def pipeline(
         pieces = {(p.microbatch, p.samples): p for o in outcomes for p in o.results.get(capture.record.loss, ())}
         total = torch.zeros(())
         for (_, samples), piece in sorted(pieces.items()):
-            total = total + piece.content * (len(samples) / sum(sizes))
+            is_term = split.values[capture.record.loss].combine == "sum"
+            total = total + piece.content * (1.0 if is_term else len(samples) / sum(sizes))
         return total
 
     return update
@@ -165,6 +171,14 @@ def expected(name: str, how: Callable, *, steps: int = STEPS) -> tuple[list[torc
     """Return losses and parameters of the plain module."""
     module = make_module(name).train()
     return train(module, name, how(module), steps=steps)
+
+
+def assert_same_training(found: tuple[list, dict], wanted: tuple[list, dict]) -> None:
+    """Compare losses and parameters within the rounding of float32."""
+    for number, (loss, expected_loss) in enumerate(zip(found[0], wanted[0], strict=True)):
+        close(loss, expected_loss, f"step {number}")
+    for parameter, value in wanted[1].items():
+        close(found[1][parameter], value, parameter)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:

@@ -56,7 +56,7 @@ def test_a_schedule_that_mixes_forwards_and_backwards_is_refused_in_words(schedu
         "Gradients need all samples of a batch at once (aten.logsumexp.default at train.py:41 in training_step): "
         "the last stage puts 260 B together. So all forwards come before the backwards, but found "
         f"schedule={schedule!r}, which mixes them. Use schedule='gpipe', or 'breadth_first' for several stages per "
-        "device; or microbatches=1, which takes whole batches."
+        "device; or whole_batch='by_microbatch', which takes gradients as accumulation does."
     )
 
 
@@ -76,7 +76,7 @@ def test_which_orders_have_all_forwards_first():
 def test_a_warm_up_of_1f1b_and_weight_versions_are_refused():
     with pytest.raises(ConfigError, match="found schedule='1f1b', which mixes them"):
         propose(problem(2, Constraints(4, warmup="pa")), "auto")
-    with pytest.raises(PlanError, match=r"versions='2bw' runs forwards of the next batch .* versions='sync'"):
+    with pytest.raises(PlanError, match=r"versions='2bw' runs forwards of the next batch .* whole_batch='by_micro"):
         propose(problem(2, Constraints(4, versions="2bw")), "auto")
 
 

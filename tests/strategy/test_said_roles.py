@@ -289,11 +289,5 @@ class SizedRows(Net):
         self.returned.append([float(number) for name in ("share", "plain") for number in outputs[name].flatten()])
 
 
-def test_rows_that_depend_on_the_number_of_samples_are_named_by_a_graph() -> None:
-    *_, caught = fit(SizedRows, {**REPLAYED, "capture": "joint"})
-    (told,) = [text for text in caught if "says what is no sum" in text]
-    assert "'share'" in told and "'fixed share'" in told and "'plain'" not in told
-
-
 def test_rows_that_depend_on_the_number_of_samples_are_those_of_the_batch_in_replay() -> None:
     assert_as_one_device(SizedRows)

@@ -216,20 +216,20 @@ def assert_as_one_device(
 @pytest.mark.parametrize("capture", ["auto", "replay"])
 def test_whatever_the_loss_a_batch_is_that_of_one_device(capture):
     table = [name for name in LOSSES if name not in (*CONTRASTIVE, *LATER)]
-    options = {"microbatches": 3, "schedule": "gpipe", "capture": capture, "whole_batch": "exact"}
+    options = {"microbatches": 3, "schedule": "gpipe", "capture": capture}
     assert_as_one_device(table, options, batches=1, rounding=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["1-2", "2-1", "1-1-1"])
 def test_replicas_and_more_stages_train_as_one_device_too(layout):
-    options = {"microbatches": 2, "schedule": "gpipe", "capture": "joint", "whole_batch": "exact", "layout": layout}
+    options = {"microbatches": 2, "schedule": "gpipe", "capture": "joint", "layout": layout}
     assert_as_one_device([*CONTRASTIVE, "flooding", "root_of_a_mean"], options, batches=4, rounding=1e-9, ranks=3)
 
 
 @pytest.mark.parametrize(("capture", "microbatches"), [("replay", 1), ("replay", 2), ("joint", 2), ("joint", 8)])
 def test_losses_that_compare_samples_train_as_on_one_device(capture, microbatches):
-    options = {"microbatches": microbatches, "schedule": "gpipe", "capture": capture, "whole_batch": "exact"}
+    options = {"microbatches": microbatches, "schedule": "gpipe", "capture": capture}
     assert_as_one_device([*CONTRASTIVE], options, batches=4, rounding=1e-9)
 
 

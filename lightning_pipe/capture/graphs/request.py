@@ -40,7 +40,7 @@ class Request:
         varying: places of numbers that are known to change from step to step.
         may_skip: whether a training step may return None, and so skip its batch.
         answered: truth values of the first questions that the step asks of its tensors, where they are known.
-        whole_batch: "exact" if the step is traced with the whole batch and cut along samples, else "auto".
+        whole_batch: "auto", "exact" or "by_microbatch": what happens where gradients need all samples of the batch.
         kept: folder of graphs that were traced before (`capture.kept_graphs`); None if none are kept.
     """
 

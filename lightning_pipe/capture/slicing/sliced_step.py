@@ -97,8 +97,10 @@ class ValuesOfBatch:
         return tensor
 
 
-def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device) -> SlicedStep | str:
-    """Return a step as micro-batches run it; the line that needs all backwards, or what no micro-batch can give.
+def sliced(
+    joint: JointGraph, *, samples: int, total: int, batch_dim: int, device: torch.device, whole_batch: str = "exact"
+) -> SlicedStep | str:
+    """Return a step as micro-batches run it; in words, what needs all samples where micro-batches take their own.
 
     Args:
         joint: the graph of the batch, or of any number of samples.
@@ -106,12 +108,18 @@ def sliced(joint: JointGraph, *, samples: int, total: int, batch_dim: int, devic
         total: samples of the batch.
         batch_dim: dimension of the samples in tensors of the batch.
         device: where results are made.
+        whole_batch: what happens where gradients need all samples, as the option says.
     """
     slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim)
+    if slicing.barrier and whole_batch == "by_microbatch":
+        return f"{line_of(slicing.barrier)} needs all samples of the batch"
+    if whole_batch == "auto" and any(slicing.is_layer(node) for node in slicing.head):
+        assert slicing.barrier is not None, "the head waits"
+        return f"{line_of(slicing.barrier)} needs all samples of the batch in the middle of the model"
     try:
         return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
     except WaitsForAllError as late:
-        return line_of(late.node)
+        return f"{line_of(late.node)} needs more than the forwards of all micro-batches"
 
 
 def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int, device: torch.device) -> SlicedStep:

@@ -34,7 +34,7 @@ def check_order(order: CopyingOrder, problem: Problem, *, schedule: str) -> None
         raise ConfigError(
             f"{head_sentence(problem.graph, problem.samples)} So all forwards come before the backwards, but found "
             f"schedule={schedule!r}, which mixes them. Use schedule='gpipe', or 'breadth_first' for several stages per "
-            "device; or microbatches=1, which takes whole batches."
+            "device; or whole_batch='by_microbatch', which takes gradients as accumulation does."
         )
 
 
@@ -49,7 +49,7 @@ def check_constraints(problem: Problem) -> None:
     if problem.policy is not None and problem.graph.head is not None:
         raise PlanError(
             f"{head_sentence(problem.graph, problem.samples)} But versions={constraints.versions!r} runs forwards of "
-            "the next batch before the backwards of this one. Use versions='sync'."
+            "the next batch before the backwards of this one. Use versions='sync', or whole_batch='by_microbatch'."
         )
     name = constraints.schedule or ("1f1b" if constraints.warmup is not None else "gpipe")
     schedule = SCHEDULES.get(name)
