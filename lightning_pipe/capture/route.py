@@ -19,7 +19,6 @@ import torch
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import Head
@@ -28,7 +27,6 @@ from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -55,6 +53,34 @@ class Plays(Protocol):
     @property
     def head(self) -> Head:
         """Return what is run once per batch: "holds", "speaks" or ""."""
+        ...
+
+    @property
+    def loss_role(self) -> Literal["mean", "sum"]:
+        """Return how losses of micro-batches make that of the batch."""
+        ...
+
+    @property
+    def has_unweighed_terms(self) -> bool:
+        """Return whether the loss adds sums over samples to other terms, which plays cannot weigh apart."""
+        ...
+
+    @property
+    def is_random_in_python(self) -> bool:
+        """Return whether the step draws random numbers of Python or NumPy whenever it runs."""
+        ...
+
+    @property
+    def kept(self) -> str:
+        """Name the state that the step keeps for its next call, where stages hand it on; "" if there is none."""
+        ...
+
+    def loss_calls(self) -> Mapping[str, str]:
+        """Return the calls by which plays of the batch have made its loss, and the line of each."""
+        ...
+
+    def with_role(self, role: Literal["mean", "sum"]) -> Route:
+        """Return the same step with losses of micro-batches combined as means or as sums."""
         ...
 
     def cut(self, sizes: tuple[int, ...]) -> None:
@@ -152,11 +178,6 @@ class Route(Protocol):
         ...
 
     @property
-    def kept(self) -> str:
-        """Name the state that the step keeps for its next call, where stages hand it on; "" if there is none."""
-        ...
-
-    @property
     def writes(self) -> frozenset[str]:
         """Return the names of the parameters that every micro-batch writes to; those of buffers may be among them."""
         ...
@@ -172,56 +193,8 @@ class Route(Protocol):
         ...
 
     @property
-    def unproven(self) -> tuple[str, ...]:
-        """Return the names of results whose operations do not prove how micro-batches make that of the batch."""
-        ...
-
-    @property
-    def picked(self) -> tuple[str, ...]:
-        """Return the names of results that may be of single samples: operations show no sum, mean or extreme."""
-        ...
-
-    @property
-    def unproven_buffers(self) -> frozenset[str]:
-        """Return the names of state that a graph changes, and of which its operations do not prove how."""
-        ...
-
-    @property
-    def tried(self) -> Mapping[str, TriedResult]:
-        """Return what numbers have shown of results, by name."""
-        ...
-
-    def result_role(self, name: str) -> Role:
-        """Return how a result of micro-batches makes that of the batch, as operations say it."""
-        ...
-
-    def with_results(self, found: Mapping[str, TriedResult]) -> Route:
-        """Return the same step with results combined as numbers have shown, by name."""
-        ...
-
-    @property
-    def loss_role(self) -> Role:
-        """Return how losses of micro-batches make that of the batch."""
-        ...
-
-    @property
-    def mixes_samples(self) -> bool:
-        """Return whether samples may meet each other on the way to the loss, as far as operations tell."""
-        ...
-
-    @property
-    def is_random_in_python(self) -> bool:
-        """Return whether the step draws random numbers of Python or NumPy whenever it runs."""
-        ...
-
-    @property
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
-        ...
-
-    @property
-    def has_unweighed_terms(self) -> bool:
-        """Return whether the loss adds sums over samples to other terms, and this route cannot weigh them apart."""
         ...
 
     def averaged_buffers(self) -> tuple[str, ...]:
@@ -238,14 +211,6 @@ class Route(Protocol):
 
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what micro-batches are known not to make for the batch."""
-        ...
-
-    def scattered_results(self) -> tuple[str, ...]:
-        """Return, in words, where it says what has samples that cannot be put together from those of micro-batches."""
-        ...
-
-    def mixing(self) -> str:
-        """Return, in words and as far as known, where the step mixes its samples so that micro-batches change it."""
         ...
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:
@@ -291,25 +256,8 @@ class Route(Protocol):
         """Return "" if slices of this many samples can be run, else why not."""
         ...
 
-    @property
-    def tells_of_batch(self) -> bool:
-        """Return whether its operations tell how the results of the batch are made, and not those of parts alone."""
-        ...
-
     def misfit_of_results(self, samples: int) -> str:
         """Return "" if results of a batch of this many samples are made as far as was found, else why not."""
-        ...
-
-    def loss_calls(self) -> Mapping[str, str]:
-        """Return the calls by which it makes its loss, and the line of each; if it plays, those of the batch."""
-        ...
-
-    def with_role(self, role: Literal["mean", "sum"]) -> Route:
-        """Return the same step with losses of micro-batches combined as means or as sums."""
-        ...
-
-    def without_slices(self) -> Route:
-        """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
         ...
 
     def left_whole(self, reason: str) -> Route:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,15 +43,15 @@ class SlicedCapture(Capture):
     batch_values: ValuesOfBatch | None
     by_parts: tuple[str, ...]
     is_exact: ClassVar[bool] = True
-    mixes_samples: ClassVar[bool] = False
-    unproven: ClassVar[tuple[str, ...]] = ()
-    picked: ClassVar[tuple[str, ...]] = ()
-    unproven_buffers: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.whole_graph.module.graph.nodes))
+
+    def averaged_buffers(self) -> tuple[str, ...]:
+        """Return nothing: buffers become what the batch makes them, wherever its samples are."""
+        return ()
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Return nothing: buffers become what the batch makes them."""
@@ -60,14 +60,6 @@ class SlicedCapture(Capture):
     def mixed_results(self) -> tuple[str, ...]:
         """Return the lines of results that are means over micro-batches."""
         return self.by_parts
-
-    def scattered_results(self) -> tuple[str, ...]:
-        """Return nothing: results are put together wherever their samples lie."""
-        return ()
-
-    def with_role(self, role: Literal["mean", "sum"]) -> Capture:
-        """Return the same step: its graph says how losses are combined."""
-        return self
 
     def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
         """Let a plain run of the step draw the random numbers that the graph draws, inside."""

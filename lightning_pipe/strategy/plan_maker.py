@@ -25,14 +25,12 @@ from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
-from lightning_pipe.strategy.checks.whole_batch import (
+from lightning_pipe.strategy.checks.replayed_loss import (
     CutLossError,
     cut_by_numbers,
     fewest_samples,
     kept_by_replicas,
     warn_of_fewer_parts,
-    warn_of_shared_samples,
-    warn_of_unknown_role,
 )
 from lightning_pipe.strategy.plans.kept_checks import KeptCheck
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
@@ -50,10 +48,6 @@ log = logging.getLogger(__name__)
 
 class _WrongCapture(CaptureError):
     """The captured graph of a step does not compute what the step computes."""
-
-
-class _SlicesDiffer(Exception):  # no error: another plan follows
-    """Replicas would share the samples of micro-batches, but slices of them do not give what the whole gives."""
 
 
 class _StaysWhole(Exception):  # no error: another plan follows
@@ -115,10 +109,6 @@ class PlanMaker:
             try:
                 self._plan_by(call, captured, optimizers)
                 is_planned = True
-            except _SlicesDiffer:
-                warn_of_shared_samples(captured)
-                self._preparation.plan_by(None)
-                self._cuts.shares_samples, captured = False, captured.without_slices()
             except _StaysWhole as reason:
                 self._preparation.plan_by(None)
                 self._preparation.whole, captured = str(reason), captured.left_whole(str(reason))
@@ -140,7 +130,7 @@ class PlanMaker:
         Raises:
             _WrongCapture: on every rank, if the step is one graph that does not compute what the step computes, and
                 replay may be tried.
-            _SlicesDiffer, _StaysWhole: on every rank, if another plan is needed.
+            _StaysWhole: on every rank, if another plan is needed.
             PlanError: on every rank, if the step computes nothing.
         """
         training = call.method == TRAINING
@@ -186,7 +176,8 @@ class PlanMaker:
                 wanted = self._wanted(captured)
                 candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
             except PlanError as error:
-                if graph.uncuttable and (kept := captured.capture.kept):
+                plays = captured.capture.plays
+                if graph.uncuttable and plays is not None and (kept := plays.kept):
                     method = captured.request.method
                     raise PlanError(f"{error} {method} keeps state for its next call: {kept}.") from error
                 raise
@@ -255,7 +246,7 @@ class PlanMaker:
         """Check a captured step by numbers, place parameters, and have it among the steps that run.
 
         Raises:
-            _SlicesDiffer, _StaysWhole, _WrongCapture: on every rank, if another plan or capture is needed.
+            _StaysWhole, _WrongCapture: on every rank, if another plan or capture is needed.
         """
         preparation, cuts, training = self._preparation, planned.cuts, call.method == TRAINING
         if not self._cuts.sizes(captured.capture, samples):
@@ -263,18 +254,9 @@ class PlanMaker:
             cuts = preparation.cuts_of(captured.capture.graph)
         if training:
             self._leave_whole_for_replicas(captured, cuts)
-            preparation.first = captured.as_said or captured.capture
         if training and self._config.check:
             captured = self._checked(captured, call, samples)
             self._stopwatch.lap("check")
-        if training and preparation.role is None and len(self._cuts.parts(captured.capture, samples)) > 1:
-            warn_of_unknown_role(captured)
-        captured = preparation.tried(captured, call, samples)
-        if why := preparation.scattered(captured, samples):
-            if training:
-                raise _StaysWhole(why)
-            captured = preparation.whole_instead(call, samples, why)
-            cuts = preparation.cuts_of(captured.capture.graph)
         preparation.warn_of_results(captured, samples)
         self._place(call, captured, planned, cuts)
         self._stopwatch.lap("stages")
@@ -334,8 +316,6 @@ class PlanMaker:
         looks = not self._config.recheck
         known = control.agreed(lambda: kept.look() if looks else None, source=0, what="the check of an earlier start")
         if known is not None:
-            self._cuts.fewest, self._preparation.role = known.fewest, known.role
-            self._preparation.harmless = frozenset(known.harmless)
             log.info(
                 "%s as captured is not compared with the plain step again: step, cut, values, batch, seed and machine "
                 "are those of a check that passed on %s; recheck=true compares all the same.",
@@ -343,17 +323,17 @@ class PlanMaker:
             )
             return
         if self._compare(captured, call, samples) and control.rank == 0:
-            kept.keep(fewest=self._cuts.fewest, role=self._preparation.role, harmless=self._preparation.harmless)
+            kept.keep()
 
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""
         count = len(wanted := self._cuts.parts(captured.capture, samples))
-        if len(wanted) > 1 and not captured.capture.is_exact:
+        if len(wanted) > 1 and captured.capture.plays is not None:
             self._cuts.fewest = fewest_samples(captured, call, control=self._links.control)
             count = len(self._cuts.parts(captured.capture, samples))
             warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-        if captured.capture.is_exact and captured.capture.misfit_of_results(first):
+        if captured.capture.misfit_of_results(first):
             first = samples  # a graph of batches of this size alone says nothing of smaller ones
         checked = self._compared(captured, call, samples=first)
         is_as_expected = self._weigh(captured, call, seconds=checked.seconds)
@@ -377,7 +357,7 @@ class PlanMaker:
             raise _WrongCapture(str(error)) from error
 
     def _weigh(self, captured: Captured, call: StepRequest, *, seconds: float) -> bool:
-        """Let numbers decide how losses of micro-batches are combined, where a batch is cut; rank 0 has all values.
+        """Let numbers decide how losses of the micro-batches of a replayed step are combined; rank 0 has all values.
 
         Returns:
             Whether cutting changes nothing, and losses are combined as their operations say.
@@ -387,19 +367,16 @@ class PlanMaker:
             _StaysWhole: on every rank, if it does, and the user has not.
         """
         sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
-        parts = self._cuts.parts(captured.capture, sum(sizes))
-        has_head = captured.capture.plays is not None and captured.capture.plays.head
-        if len(parts) <= 1 or captured.capture.is_exact or has_head:
+        plays = captured.capture.plays
+        if len(sizes) <= 1 or plays is None or plays.head:
             return True
         control = self._links.control
         try:
-            cut = cut_by_numbers(captured, call, sizes=sizes, parts=parts, control=control, seconds=seconds)
+            cut = cut_by_numbers(captured, call, sizes=sizes, control=control, seconds=seconds)
         except CutLossError as error:
             if self._config.cuts_as_told:
                 raise
             raise _StaysWhole(error.reason) from None
-        if cut is not None and cut.slices_differ:
-            raise _SlicesDiffer
         self._preparation.role = None if cut is None else cut.role
         self._preparation.differs = cut is not None and cut.is_told
         self._preparation.harmless = frozenset() if cut is None else cut.harmless

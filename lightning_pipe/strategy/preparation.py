@@ -16,7 +16,6 @@ from typing import TypeAlias
 
 import torch
 
-from lightning_pipe.capture import Route
 from lightning_pipe.capture.graphs.lengths import Lengths
 from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.config import DappleConfig
@@ -27,22 +26,11 @@ from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.evaluation.rounds import refuse_rounds
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.schedule.weights import POLICIES
-from lightning_pipe.strategy.checks.captured_run import cut_up
-from lightning_pipe.strategy.checks.check import too_large
-from lightning_pipe.strategy.checks.result_trial import (
-    Tried,
-    is_to_be_tried,
-    tried,
-    warn_of_buffers_by_parts,
-    warn_of_mixed_results,
-    warn_of_other_batches,
-    warn_of_untried_results,
-)
-from lightning_pipe.strategy.checks.whole_batch import Role, warn_of_another_loss
+from lightning_pipe.strategy.checks.replayed_loss import Role
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_whole_batches
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_buffers_by_parts, warn_of_mixed_results
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
@@ -83,7 +71,6 @@ class Preparation:
         host: where this rank offloads to.
         role: how losses of micro-batches are combined, as numbers have shown; None before that.
         differs: whether it was told that micro-batches do not make the loss of the batch.
-        first: the training step of which they have shown it, as its operations say it; None before that.
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
@@ -101,7 +88,6 @@ class Preparation:
         self.role: Role | None = None
         self.differs = False
         self.harmless: frozenset[str] = frozenset()  # as `Captured` says
-        self.first: Route | None = None
         self.whole = ""
         self._capture = StepCapture(setup)
         config = setup.config
@@ -111,7 +97,6 @@ class Preparation:
         self._shapes = ShapesCaptured()
         self._warned_results: set[str] = set()  # where they are said
         self._warned_buffers: set[str] = set()
-        self._known_mixing: set[str] = set()
 
     @property
     def planned(self) -> PlannedCuts | None:
@@ -202,16 +187,8 @@ class Preparation:
 
     def prepared(self, call: StepRequest, samples: int) -> RankStep:
         """Capture a step for batches of this size, and make it ready to run."""
-        captured = self.tried(self.captured(call, samples), call, samples)
-        if why := self.scattered(captured, samples):
-            captured = self.whole_instead(call, samples, why)
+        captured = self.captured(call, samples)
         self.warn_of_results(captured, samples)
-        parts = self.cuts.parts(captured.capture, samples)
-        if call.method == TRAINING and self.first is not None and len(parts) > 1:
-            is_shared = parts != self.cuts.sizes(captured.capture, samples)
-            self._known_mixing |= warn_of_another_loss(
-                captured, self.first, is_shared=is_shared, known=self._known_mixing
-            )
         return self._built_later(captured)
 
     def _built_later(self, captured: Captured) -> RankStep:
@@ -295,40 +272,6 @@ class Preparation:
         for step in steps:
             self._capture.note_varying(step.varying())
 
-    def tried(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
-        """Return a captured step with what numbers show of its results and buffers, where operations prove nothing."""
-        if len(self.cuts.parts(captured.capture, samples)) <= 1:
-            return captured
-        if not is_to_be_tried(captured):
-            warn_of_other_batches(captured, samples)
-            return captured
-        control, weights = self.setup.links.control, self.setup.weights
-        room = weights.room()
-        refusal = too_large(captured.request) or room.refusal or ("" if self.setup.config.check else "check=false")
-        found = Tried()
-        if not control.broadcast(refusal, source=0, what="what rank 0 has room for"):
-            tensors = control.to_first(call.tensors, source=call.holder, what="the batch that results are tried with")
-            with weights.whole(placed=room.placed):
-                found = control.agreed(
-                    lambda: tried(captured, tensors or ()), source=0, what="how results are combined"
-                )
-            cut_up.forget(captured.capture)
-        if untried := {*captured.capture.unproven} - found.results.keys():
-            warn_of_untried_results(captured, untried)
-        capture = captured.capture.with_results(found.results)
-        return replace(captured, capture=capture, tried_buffers=found.buffers)
-
-    def scattered(self, captured: Captured, samples: int) -> str:
-        """Return why results of parts cannot be put together, in words after "since"; "" if they can."""
-        is_cut = len(self.cuts.parts(captured.capture, samples)) > 1
-        places = captured.capture.scattered_results() if is_cut else ()
-        return f"{places[0]} has no separate rows for the samples of a micro-batch" if places else ""
-
-    def whole_instead(self, call: StepRequest, samples: int, why: str) -> Captured:
-        """Return a step that was to be cut for whole batches, for a reason that is warned of."""
-        warn_of_whole_batches(call.method, why)
-        return self.capture(call, samples).left_whole(why)
-
     def warn_of_results(self, captured: Captured, samples: int) -> None:
         """Warn once of each result, and each buffer, that micro-batches change."""
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
@@ -371,15 +314,12 @@ class Preparation:
         return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
 
     def _as_measured(self, captured: Captured) -> Captured:
-        """Return a captured step with what the numbers of the first one said, as far as its operations say the same."""
+        """Return a captured step with what the numbers of the first one said."""
         if captured.request.method != TRAINING:
             return captured
         captured = replace(captured, differs=self.differs, harmless=self.harmless)
-        captured = captured if self.cuts.shares_samples else captured.without_slices()
         captured = captured.left_whole(self.whole) if self.whole else captured
-        said = captured.capture.loss_role
-        is_another = self.first is not None and captured.capture.plays is None and said != self.first.loss_role
-        return captured if is_another and said in ("mean", "sum") else captured.with_role(self.role)
+        return captured.with_role(self.role)
 
     def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""

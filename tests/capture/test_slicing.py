@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning_pipe.strategy.checks.whole_batch import measure
 
 from capture.sliced_runs import Runs, deviation, worst_value
 from lightning_pipe.capture import Capture, Request, capture_step
@@ -20,7 +21,6 @@ from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.steps.batch import Structure, flatten
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.strategy.checks.whole_batch import measure
 from models.kept import GRAPHS
 from models.sample_losses import entries
 from zoo import ZOO

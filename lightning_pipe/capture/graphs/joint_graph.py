@@ -29,23 +29,6 @@ _LAYOUT_CHOICE = re.compile(r"fake_impls\.py, line \d+ in conv\b")  # chooses th
 
 
 @dataclass(frozen=True)
-class Totals:
-    """What is counted of the whole batch before it is cut (`capture.weighing.denominator_totals`).
-
-    Attributes:
-        count: function of leaves and buffers that gives the totals of its samples, but for their number.
-        roles: how the totals of pieces make those of the batch; the first is that of the number of samples.
-        leaf: index of their vector among the tensors of the batch: behind the last.
-        dtype: its type.
-    """
-
-    count: Half
-    roles: tuple[str, ...]
-    leaf: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class JointGraph:
     """A traced step. Names are those of the nodes of `module.graph`.
 
@@ -64,7 +47,7 @@ class JointGraph:
         record: what the step said.
         guards: what the step read, which must not change.
         calls, recording: the torch calls of the step, with their lines, and what it said, as they were traced.
-        totals: what is counted of the whole batch; None if nothing is.
+        batch_buffers: placeholders of buffers that are read where the batch is loaded.
         lengths: symbols for other sizes: (leaf, dimension) -> symbol (`lengths`); such a graph is not run.
         identity: under which the graph is kept (`kept_traces`): a hash of all that it was made from; "" if it is not.
         head: in the graph of a micro-batch, what is made once per batch when all micro-batches have run forward; its
@@ -89,7 +72,7 @@ class JointGraph:
     guards: PythonGuards
     calls: list[tuple[Any, str]]
     recording: StepRecording
-    totals: Totals | None = None
+    batch_buffers: frozenset[str] = frozenset()
     lengths: Mapping[tuple[int, int], sympy.Symbol] = field(default_factory=dict)
     identity: str = ""
     loss_dtype: torch.dtype | None = None
@@ -103,16 +86,6 @@ class JointGraph:
         if self.batch_symbol is not None:
             numbers[self.batch_symbol] = sympy.Integer(batch_samples or self.batch_samples)
         return expression.xreplace(numbers)
-
-    @property
-    def totals_buffers(self) -> dict[str, str]:
-        """Return the buffers that the totals are computed from: placeholder -> name."""
-        names = () if self.totals is None else self.totals.count.inputs
-        return {name: self.buffers[name] for name in names if name in self.buffers}
-
-    def is_of_whole_batch(self, name: str) -> bool:
-        """Return whether a value is the vector of totals."""
-        return self.totals is not None and self.leaves.get(name) == self.totals.leaf
 
     def fits(self, samples: int) -> str:
         """Return "" if the graph holds for this number of samples, else the condition that fails and its origin."""

@@ -25,6 +25,15 @@ from typing import TypeAlias
 
 import torch
 
+from lightning_pipe.capture.recording.parts_and_whole import (
+    ENDS,
+    FoundRole,
+    PartsAndWhole,
+    found_role,
+    uneven_parts,
+    unlike_order,
+)
+from lightning_pipe.capture.recording.said_of_parts import parts_say_otherwise
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import (
     VALUE,
@@ -37,15 +46,6 @@ from lightning_pipe.capture.steps.numbers import (
     lists_said,
 )
 from lightning_pipe.capture.steps.record import LogCall, Ref
-from lightning_pipe.capture.weighing.parts_and_whole import (
-    ENDS,
-    FoundRole,
-    PartsAndWhole,
-    found_role,
-    uneven_parts,
-    unlike_order,
-)
-from lightning_pipe.capture.weighing.whole_batches import parts_say_otherwise
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Said:
         shapes: of tensors that are of single samples, by place.
         mixed: where what is mixed is said, in words.
         places: of all that was said; None if it was not tried.
-        by_count: why micro-batches cannot say what the whole batch says (`weighing.whole_batches`); "" if they may.
+        by_count: why micro-batches cannot say what the whole batch says (`said_of_parts`); "" if they may.
     """
 
     roles: Mapping[Place, FoundRole] = field(default_factory=dict)

@@ -18,13 +18,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.said_roles import Said
@@ -44,7 +42,6 @@ from lightning_pipe.capture.steps.record import Ref, StepRecord
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.tracked.number_expressions import Situation
-from lightning_pipe.capture.weighing.parts_and_whole import TriedResult
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
 from lightning_pipe.core.profile import Profile
@@ -67,11 +64,6 @@ class Replay:
     """
 
     derived: ClassVar[tuple[Derived, ...]] = ()
-    tells_of_batch: ClassVar[bool] = False
-    unproven: ClassVar[tuple[str, ...]] = ()
-    picked: ClassVar[tuple[str, ...]] = ()
-    unproven_buffers: ClassVar[frozenset[str]] = frozenset()
-    tried: ClassVar[Mapping[str, TriedResult]] = MappingProxyType({})
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
     fallback: ClassVar[str] = ""
@@ -129,14 +121,6 @@ class Replay:
         """Return the names of the parameters that the first call of the step alone writes to."""
         return self.trace.sets_first
 
-    def result_role(self, name: str) -> Role:
-        """Return "mean", how the loss of an evaluation is combined; what else is said is in `combining`."""
-        return "mean"
-
-    def with_results(self, found: Mapping[str, TriedResult]) -> Replay:
-        """Return this: how what it says is combined was found when its units were."""
-        return self
-
     @property
     def loss_role(self) -> Literal["mean", "sum"]:
         """Return how losses of micro-batches make that of the batch."""
@@ -167,11 +151,6 @@ class Replay:
         """Return whether the loss adds sums over samples to other terms."""
         return self.trace.has_terms
 
-    @property
-    def mixes_samples(self) -> bool:
-        """Return True: nobody follows what sub-modules do with samples."""
-        return True
-
     def averaged_buffers(self) -> tuple[str, ...]:
         """Return (): replicas take whole micro-batches, and what several of them change is the mean by samples."""
         return ()
@@ -195,14 +174,6 @@ class Replay:
     def mixed_results(self) -> tuple[str, ...]:
         """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""
         return self.trace.said.mixed
-
-    def scattered_results(self) -> tuple[str, ...]:
-        """Return nothing: what a play says is told by numbers."""
-        return ()
-
-    def mixing(self) -> str:
-        """Return, in words, where the step may mix its samples: no more is known."""
-        return "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
 
     @cached_property
     def profile(self) -> Profile:
@@ -298,10 +269,6 @@ class Replay:
     def with_role(self, role: Literal["mean", "sum"]) -> Replay:
         """Return the same step with losses of micro-batches combined as means or as sums."""
         return Replay(self._request, replace(self.trace, combine=role), reason=self.reason)
-
-    def without_slices(self) -> Replay:
-        """Return this step: its nodes are all taken for such that may mix samples."""
-        return self
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""

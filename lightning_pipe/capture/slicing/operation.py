@@ -70,6 +70,11 @@ class BatchOperation:
         """Return an argument by its name in the schema; where it has none, the default."""
         return self._named.get(name, default)
 
+    @property
+    def trains(self) -> bool:
+        """Return whether an operator that may take batch statistics takes them."""
+        return bool(self.argument("training", self.argument("train", True)))
+
     def dims(self, name: str = "dim", *, rank: int | None = None) -> tuple[int, ...]:
         """Return the dimensions that an argument lists, counted from the front; all where it lists none."""
         rank = max(len(self.shape_of(self.args[0])) if rank is None else rank, 1)

@@ -36,14 +36,12 @@ class Derived:
         half: makes it of other results, which are the inputs, for so many samples.
         line: the user's line of the first of the operations that make it of them.
         state: name of the buffer that it is the new content of; "" if it is a result.
-        has_parts: whether micro-batches make one of their own, too.
     """
 
     name: str
     half: Half
     line: str
     state: str = ""
-    has_parts: bool = False
 
     def of(self, values: Mapping[str, Any], samples: int) -> Any:
         """Return the result of a batch from the sources of that batch."""

@@ -18,7 +18,6 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
-from lightning_pipe.capture.graphs.value_roles import Role
 from lightning_pipe.capture.operators import takes_batch_statistics
 from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
@@ -27,11 +26,11 @@ from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.steps.record import LogCall, Read, Ref, StepRecord
-from lightning_pipe.capture.steps.stage_program import Half, RandomKey
+from lightning_pipe.capture.steps.stage_program import Combine, Half, RandomKey
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.core.graph import HeadWork
 
-_ROLES: Mapping[Placement, Role] = {TERMS: "sum", WHOLE: "same", LOCAL: "mean"}
+_ROLES: Mapping[Placement, Combine] = {TERMS: "sum", WHOLE: "same", LOCAL: "mean"}
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     after = AfterAll(slicing, build, device)
     results = {name: after.result(name) for name in dict.fromkeys(whole.results)}
     loss = None if whole.loss is None else after.loss(whole.loss)
-    roles: dict[str, Role] = {}
+    roles: dict[str, Combine] = {}
     mutations: dict[str, fx.Node] = {}
     for state, new in whole.mutations.items():
         once = build.once(new)
@@ -179,6 +178,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
         head=head.half(device),
         batch_symbol=build.total,
         batch_samples=total,
+        batch_buffers=frozenset() if of_batch is None else frozenset(of_batch.buffers),
         conditions=(),
     )
     flow = _flow(cut, build, slicing, roles)
@@ -211,8 +211,8 @@ def _values_of_batch(
     return ValuesOfBatch(half, tuple(values), leaves, buffers, batch_dim)
 
 
-def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Mapping[str, Role]) -> Flow:
-    known: dict[str, Role] = {}
+def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Mapping[str, Combine]) -> Flow:
+    known: dict[str, Combine] = {}
     samples: dict[str, SampleRows] = {}
     for node in joint.module.graph.nodes:
         placement = build.placements.get(node.name, WHOLE)
@@ -221,14 +221,13 @@ def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Ma
             samples[node.name] = SampleRows(placement.dim, placement.per_sample, placement.outer)
     statistics = (node for node in slicing.operations if takes_batch_statistics(node) and _is_local(slicing, node))
     coupled = {node.name: BATCH_STATISTICS for node in statistics}
-    return Flow({**known, **roles}, samples, coupled, frozenset(), "same" if joint.loss is None else "sum")
+    return Flow({**known, **roles}, samples, coupled, "same" if joint.loss is None else "sum")
 
 
 def _is_local(slicing: Slicing, node: fx.Node) -> bool:
     """Return whether a batch norm takes the statistics of a micro-batch."""
     placement, operation = slicing.placements[node], slicing.operations[node]
-    trains = operation.argument("training", operation.argument("train", True))
-    return bool(trains) and isinstance(placement, tuple) and LOCAL in placement
+    return operation.trains and isinstance(placement, tuple) and LOCAL in placement
 
 
 def _renamed(record: StepRecord, names: Mapping[str, str]) -> StepRecord:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow, leading_only_to, value
+from lightning_pipe.capture.graphs.sample_flow import Flow, value
 from lightning_pipe.capture.operators import takes_output
 from lightning_pipe.capture.stages.assign import Kinds, assign, made_of_parameters, partial_sums
 from lightning_pipe.capture.stages.batched_weight_grad import joining
@@ -57,7 +57,6 @@ class Splitter:
             order, instead of once per step; they then travel for every micro-batch.
         held: stages that hold a copy of a parameter, whether they use it in this graph or not: all copies get its
             gradient.
-        later: names of results that are made of others when the step is over.
         reads_twice: whether the backward may read other weights than F, so that it makes what is made of them again.
     """
 
@@ -71,10 +70,9 @@ class Splitter:
         device: torch.device,
         exact_ties: bool = False,
         held: Mapping[str, Set[int]] = NOT_HELD,
-        later: Set[str] = frozenset(),
         reads_twice: bool = False,
     ) -> None:
-        self._held, self._later, self._reads_twice, self._device = held, later, reads_twice, device
+        self._held, self._reads_twice, self._device = held, reads_twice, device
         self._joint, self._kinds, self._flow, self._aliases = joint, kinds, flow, aliases
         self._exact_ties = exact_ties
         self._joining = joining(joint, kinds, flow)
@@ -123,8 +121,7 @@ class Splitter:
         last = len(needs) - 1
         outputs = [*([self._joint.loss] if self._joint.loss in self._nodes else []), *self._joint.results]
         for name in dict.fromkeys(outputs):
-            if name not in self._later:
-                needs[stages.get(name, last)].results.append(name)
+            needs[stages.get(name, last)].results.append(name)
         terms: dict[str, list[str]] = defaultdict(list)
         for name, parameter in self._joint.gradients:
             own = [name] if self._exact_ties else [t.name for t in partial_sums(self._nodes[name], stages)]
@@ -135,15 +132,12 @@ class Splitter:
                 needs[first if self._exact_ties else stages[name]].gradients[name] = parameter
 
     def _drop_unneeded(self, needs: list[_Needs]) -> None:
-        """Drop what only adds terms that stay in their stages, as these would travel to be added, or is made later."""
+        """Drop what only adds terms that stay in their stages, as these would travel to be added."""
         backward = {name for own in needs for name in own.backward}
         outputs = {name for own in needs for name in (*own.gradients, *own.results)}
         needed = self._ancestors(outputs, backward)
         for own in needs:
             own.backward = [name for name in own.backward if name in needed or self._taken_from(name) in needed]
-        unneeded = leading_only_to(self._later, self._joint)
-        for own in needs:
-            own.forward = [name for name in own.forward if name not in unneeded]
 
     def _connect(self, stage: int, needs: list[_Needs], stages: dict[str, int]) -> None:
         """Find where everything comes from that a stage reads but does not compute."""
@@ -229,8 +223,7 @@ class Splitter:
         return StageProgram(
             stage=stage,
             parameters={n: self._aliases[f] for n, f in joint.parameters.items() if n in read},
-            buffers={n: f for n, f in joint.buffers.items() if n in read}
-            | (joint.totals_buffers if stage == 0 else {}),
+            buffers={n: f for n, f in joint.buffers.items() if n in (read if stage else read | joint.batch_buffers)},
             leaves={n: i for n, i in joint.leaves.items() if stage == 0 and n in read | wants | set(own.results)},
             tangents=tuple(n for n in joint.tangents if n in read),
             forward=forward,

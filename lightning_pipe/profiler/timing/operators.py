@@ -29,7 +29,6 @@ from pathlib import Path
 import torch
 
 from lightning_pipe.capture import Capture
-from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.stages.operation_calls import operator_calls
 from lightning_pipe.capture.steps.keyed_random import undisturbed
 from lightning_pipe.collection import without_collection
@@ -104,7 +103,7 @@ class Operators:
             self._courses = {n: self._course(n) for n in self.sizes}
 
     def _course(self, samples: int) -> Course:
-        calls = list(operator_calls(_joint(self._capture, samples), samples, self._device))
+        calls = list(operator_calls(self._capture.joint, samples, self._device))
         return Course(self._capture.graph, calls)
 
     def found(self, known: Timings) -> tuple[int, int]:
@@ -239,11 +238,6 @@ def _with_estimates(seconds: list[float], untimed: set[int], graph: Graph, sampl
         max(own, pace * count) if operation in untimed else own
         for operation, (own, count) in enumerate(zip(seconds, counts, strict=True))
     ]
-
-
-def _joint(capture: Capture, samples: int) -> JointGraph:
-    """Return the graph for a number of samples."""
-    return capture.joint if capture.variants is None else capture.variants.graph(samples)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ class BatchCuts:
     Attributes:
         given: the plan of the user's file; None without one.
         plan: the plan; None until there is one.
-        shares_samples: whether replicas may share the samples of a micro-batch.
         fewest: samples that a part of a batch needs.
     """
 
@@ -26,7 +25,6 @@ class BatchCuts:
         self._config = config
         self.given: Plan | None = None
         self.plan: Plan | None = None
-        self.shares_samples = True
         self.fewest = 1
 
     @property
@@ -84,8 +82,7 @@ class BatchCuts:
     def parts(self, capture: Route, samples: int) -> tuple[int, ...]:
         """Return the samples of the smallest parts in which a batch is computed."""
         sizes = self.sizes(capture, samples)
-        is_shared = self.shares_samples and capture.is_sliceable
-        return pieces(self.planned.layout, sizes) if is_shared and sizes else sizes
+        return pieces(self.planned.layout, sizes) if capture.is_sliceable and sizes else sizes
 
     def ways(self, capture: Route, samples: int) -> frozenset[str]:
         """Return what is done to a batch that may make another result of it than the whole batch gives."""

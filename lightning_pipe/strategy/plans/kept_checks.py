@@ -32,12 +32,11 @@ from torch import nn
 from lightning_pipe import cache_files
 from lightning_pipe.core.serial import from_dict, to_dict
 from lightning_pipe.profiler.cache import conditions, digest
-from lightning_pipe.strategy.checks.whole_batch import Role
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import StepRequest
 
-_FORMAT = 1  # raised when what is written changes
+_FORMAT = 2  # raised when what is written changes
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,9 @@ class Verdict:
     """What a check has found that passed.
 
     Attributes:
-        fewest: samples that a part of a batch needs.
-        role: how losses of parts are combined; None where a batch has one part.
-        harmless: lines where a replayed step divides by what differs between parts, to no effect on its loss.
         day: when.
     """
 
-    fewest: int
-    role: Role | None
-    harmless: tuple[str, ...]
     day: str
 
 
@@ -101,12 +94,12 @@ class KeptCheck:
             return None
         return known.verdict if known.values == self._values() else None
 
-    def keep(self, *, fewest: int, role: Role | None, harmless: Iterable[str]) -> None:
+    def keep(self) -> None:
         """Keep a check that has passed."""
         if self._path is None or not (values := self._values()):
             return
         files = {file: stamp for file in _code_files() if (stamp := _stamp(file)) is not None}
-        verdict = Verdict(fewest, role, tuple(sorted(harmless)), time.strftime("%Y-%m-%d"))
+        verdict = Verdict(time.strftime("%Y-%m-%d"))
         content = json.dumps(to_dict(_KnownCheck(verdict, values, files)))
         cache_files.write(self._path, content.encode(), version=_FORMAT)
 
@@ -125,7 +118,7 @@ def _name(captured: Captured, call: StepRequest, *, cuts: BatchCuts, seed: int) 
         return ""  # code without a file cannot be looked at
     samples = cuts.samples(call.structure)
     asked = {
-        "step": [capture.identity, capture.graph.fingerprint, capture.loss_role, capture.whole, capture.mixes_samples],
+        "step": [capture.identity, capture.graph.fingerprint, capture.whole],
         "numbers": capture.begin(request.arguments, request.structure.template),
         "cut": [samples, cuts.sizes(capture, samples), cuts.parts(capture, samples), str(cuts.planned.layout)],
         "seed": seed,

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from lightning_pipe.capture.recording.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.capture.recording.said_roles import LENGTH, Said
 from lightning_pipe.capture.replayed.head_words import Words, left_unlike
 from lightning_pipe.capture.replayed.loss_watch import unequal_denominators, unlike_bend
@@ -48,7 +49,6 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import branches, found_in, rebuilt
-from lightning_pipe.capture.weighing.parts_and_whole import ENDS, FoundRole
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane

@@ -57,11 +57,8 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
 
 
 def exchanged(capture: Route) -> tuple[str, ...]:
-    """Return the names of all values that ranks exchange after the step: what results are made of in their place.
-
-    Those of the loss of micro-batches are exchanged all the same: they tell whether these have made that of the batch.
-    """
-    derived = {one.name: one for one in capture.derived if one.name != capture.record.loss or not one.has_parts}
+    """Return the names of all values that ranks exchange after the step: what results are made of in their place."""
+    derived = {one.name for one in capture.derived}
     names = [name for name in outputs(capture.record) if name not in derived]
     return tuple(dict.fromkeys([*names, *(name for one in capture.derived for name in one.half.inputs)]))
 

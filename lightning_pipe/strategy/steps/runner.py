@@ -22,7 +22,6 @@ from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import Layout, VerifiedProgram
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.runtime.exchanges.results import Collected
-from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.runtime.job import BatchInput, ProgramResult
 from lightning_pipe.runtime.memory import PeakMemory, state_bytes
 from lightning_pipe.runtime.milestones import MilestoneHandlers, Pieces, at_once
@@ -163,7 +162,7 @@ class Runner:
                     self._weights.buffers[one.state].copy_(made[one.name])
         if training:
             self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
-            self._warn_of_bent_loss(step.captured, bent, by_parts=values, by_all=made)
+            self._warn_of_bent_loss(step.captured, bent)
         values = {**values, **made}
         return StepResult(
             record,
@@ -223,23 +222,15 @@ class Runner:
             )
         return ""
 
-    def _warn_of_bent_loss(
-        self, captured: Captured, bent: str, *, by_parts: Mapping[str, Content], by_all: Mapping[str, Content]
-    ) -> None:
+    def _warn_of_bent_loss(self, captured: Captured, bent: str) -> None:
         """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
-        loss = captured.capture.record.loss
-        derived = next((one for one in captured.capture.derived if one.name == loss and one.has_parts), None)
-        if self._bent or captured.differs:
-            return
-        if bent:
+        if bent and not self._bent and not captured.differs:
             self._bent = True
-            rank_zero_warn(_bent_loss(bent))
-        elif derived is not None:
-            made_of = [by_parts[name] for name in (derived.name, *derived.half.inputs)]
-            parts, whole = (float(torch.as_tensor(of[derived.name]).detach()) for of in (by_parts, by_all))
-            if abs(parts - whole) > abs(whole) * _rounding(made_of):
-                self._bent = True
-                rank_zero_warn(_bent_loss(derived.line, f"its loss is {whole:.6g}, and they make it {parts:.6g}, as "))
+            rank_zero_warn(
+                f"Micro-batches do not give what the whole batch gives: {bent} does something else to the numbers of "
+                "some of them than to those of others. Gradients differ likewise, from now on without a word. "
+                f"{AS_ACCUMULATION}"
+            )
 
     def _warn_of_late_changes(self, late: Mapping[str, int], method: str, layout: Layout) -> None:
         """Warn once where plays change a buffer as one device does not: once each, or every replica its own."""
@@ -263,9 +254,7 @@ class Runner:
 
     def _warn_of_another_loss(self, capture: Route, method: str, *, parts: int) -> None:
         """Warn, on the rank that knows, where a replayed loss is made by calls that the first batch did not have."""
-        if capture.plays is None and self._loss_calls is not None:  # who captures it looks at its operations
-            return
-        if not (calls := capture.loss_calls()):
+        if capture.plays is None or not (calls := capture.plays.loss_calls()):
             return
         known = {*calls} if self._loss_calls is None else self._loss_calls
         self._loss_calls = known | {*calls}
@@ -359,17 +348,3 @@ class Runner:
         kept = 0 if self._later is None else self._later.bytes
         here = [parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name)]
         return kept + state_bytes([*here, *self._weights.buffers.values()])
-
-
-def _bent_loss(line: str, numbers: str = "") -> str:
-    return (
-        f"Micro-batches do not give what the whole batch gives: {numbers}{line} does something else to the numbers "
-        f"of some of them than to those of others. Gradients differ likewise, from now on without a word. "
-        f"{AS_ACCUMULATION}"
-    )
-
-
-def _rounding(values: Iterable[Content]) -> float:
-    """Return by how much a number may differ, relative to it, that is computed from these in another order."""
-    types = (value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-    return max((torch.finfo(dtype).eps ** 0.5 for dtype in types), default=0.0)

@@ -9,25 +9,10 @@ from typing import Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
-from lightning_pipe.capture.graphs.sample_flow import SampleRows
-
 Key = TypeVar("Key")
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min", "first", "last"]
 FoundRole: TypeAlias = Reduction | Literal["mixed", "unknown"]
 ENDS: tuple[Reduction, ...] = ("first", "last")  # of single samples, at an end of the batch
-
-
-@dataclass(frozen=True)
-class TriedResult:
-    """What numbers have shown of a result.
-
-    Attributes:
-        how: role of a result without samples; where they lie in others, None if in no rows of their own.
-        is_mixed: whether parts do not make the whole.
-    """
-
-    how: FoundRole | SampleRows | None
-    is_mixed: bool
 
 
 @dataclass(frozen=True)

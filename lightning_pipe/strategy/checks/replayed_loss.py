@@ -1,26 +1,20 @@
-"""Whole batch against micro-batches: what cutting changes, measured once before training.
+"""Losses of replayed steps without a head: what cutting a batch changes, measured once before training.
 
-On rank 0, where the module is whole: the plain step on all samples of the first batch, and the captured one as a
-single stage on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in
-`check`, whose tolerances hold here too. The numbers decide where the operations of a loss do not say whether
-it is a mean or a sum over samples:
+On rank 0, where the module is whole: the plain step on all samples of the first batch, and its plays as a single stage
+on the micro-batches of the plan, weighed as in training. Loss and gradients are compared as in `check`, whose
+tolerances hold here too. The numbers decide whether a loss is a mean or a sum over samples:
 
-    one of the two gives what the whole batch gives      that is its role, whatever the operations seemed to say
-    neither does                                         the nearer one, and the difference is said: batch statistics,
-                                                         contrastive losses, norms and extremes over samples
+    one of the two gives what the whole batch gives      that is its role
+    neither does                                         the mean, and the difference is said
 
-What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So where
-operations do not prove what the loss is, the samples are then sorted by what tells them apart, which makes
-micro-batches as unlike each other as they can be, and compared once more; and so in some other orders.
-
-Replicas that share the samples of micro-batches cut further. These slices must give what the micro-batch gives, for no
-user asked for them; where they do not (a loss that is no mean and no sum, an operation that mixes samples without our
-knowing), replicas take whole micro-batches in turn instead.
+What is the same in all micro-batches of one batch (the count of a class, an extreme) hides such a difference. So the
+samples are then sorted by what tells them apart, which makes micro-batches as unlike each other as they can be, and
+compared once more; and so in some other orders.
 
 Random numbers belong to micro-batches, so both runs get none: noise is a constant and dropout drops nothing.
 
-It costs a run of the whole batch and one or two of all micro-batches, some more where operations prove nothing, and is
-left out, saying so, where these would take too long or too much memory.
+It costs a run of the whole batch and some of all micro-batches, and is left out, saying so, where these would take too
+long or too much memory.
 """
 
 from __future__ import annotations
@@ -31,7 +25,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,6 +33,7 @@ import torch
 
 from lightning_pipe.capture import Request, Route
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
+from lightning_pipe.capture.route import Plays
 from lightning_pipe.capture.steps.batch import sorted_samples
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.core.program import Layout
@@ -59,7 +54,7 @@ Role = Literal["mean", "sum"]
 _MOST_SECONDS = 60.0
 _RANDOM_SECONDS = 2.0  # for random orders of the samples of a batch, after the others
 _SMALL = 32  # samples of a batch of which more orders are looked at: what is right for few of them is so by chance
-_FEW = 3  # samples of a part, where only whether cutting changes anything is of interest
+_MIXING = "A sub-module, or the loss, compares samples or combines them otherwise than by a sum or a mean."
 _OTHER: dict[Role, Role] = {"mean": "sum", "sum": "mean"}
 
 
@@ -81,14 +76,12 @@ class Cut:
 
     Attributes:
         role: how losses of the parts are combined.
-        slices_differ: whether slices of micro-batches do not give what micro-batches give.
         is_told: whether it was told that the parts do not give what the whole gives.
         is_as_expected: whether it changes nothing, and the loss is combined as its operations say.
         harmless: lines where a replayed step divides by what differs between parts, which give what the whole gives.
     """
 
     role: Role
-    slices_differ: bool = False
     is_told: bool = False
     is_as_expected: bool = False
     harmless: frozenset[str] = frozenset()
@@ -127,7 +120,6 @@ def cut_by_numbers(
     call: StepRequest,
     *,
     sizes: tuple[int, ...],
-    parts: tuple[int, ...],
     control: ControlPlane,
     seconds: float,
 ) -> Cut | None:
@@ -137,7 +129,6 @@ def cut_by_numbers(
         captured: the step.
         call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
         sizes: samples of the micro-batches.
-        parts: samples of the slices of micro-batches that replicas compute; `sizes` where they share none.
         control: to the other ranks.
         seconds: what running the plain and the captured step on one micro-batch has taken.
 
@@ -148,20 +139,17 @@ def cut_by_numbers(
 
     def decide() -> Cut | None:
         assert call.tensors is not None, "rank 0 has looked at the batch"
-        request, begin, known = captured.request, time.perf_counter(), _role_of(captured.capture)
+        request, begin, known = captured.request, time.perf_counter(), plays_of(captured).loss_role
         try:
-            compared = parts if len(sizes) > 1 else _few(captured.capture, parts)
-            expected_s = seconds * sum(compared) / max(sizes)
+            expected_s = seconds * sum(sizes) / max(sizes)
             if expected_s > _MOST_SECONDS:
                 raise Incomparable(f"it would take about {expected_s:.0f} s")
-            tensors = _first_samples(call.tensors, request, sum(compared))
-            found = measure(captured.capture, request, tensors, sizes=compared, role=known)
+            tensors = _first_samples(call.tensors, request, sum(sizes))
+            found = measure(captured.capture, request, tensors, sizes=sizes, role=known)
         except Incomparable as reason:
-            log.warning("What cutting a batch into %d parts changes is not measured: %s.", len(parts), reason)
+            log.warning("What cutting a batch into %d parts changes is not measured: %s.", len(sizes), reason)
             return None
-        if parts != sizes and not found.agrees:
-            return Cut(found.role, slices_differ=True)
-        _tell(captured, found, known, len(parts), time.perf_counter() - begin)
+        _tell(captured, found, known, len(sizes), time.perf_counter() - begin)
         harmless = frozenset(found.unequal if found.agrees else ())
         expected = found.agrees and found.role == known
         return Cut(found.role, is_told=not found.agrees, is_as_expected=expected, harmless=harmless)
@@ -184,7 +172,7 @@ def fewest_samples(captured: Captured, call: StepRequest, *, control: ControlPla
     def decide() -> int:
         assert call.tensors is not None, "rank 0 has looked at the batch"
         capture, request = captured.capture, captured.request
-        if request.samples is None or _is_proven(capture) or capture.misfit(1) or capture.misfit(2):
+        if request.samples is None or capture.misfit(1) or capture.misfit(2):
             return 1
         with contextlib.suppress(Incomparable):
             tensors = _first_samples(call.tensors, request, 2)
@@ -218,63 +206,15 @@ def warn_of_fewer_parts(captured: Captured, least: int, *, wanted: int, count: i
         )
 
 
-def warn_of_shared_samples(captured: Captured) -> None:
-    """Warn that replicas do not share samples, as they would have."""
-    rank_zero_warn(
-        f"{captured.request.method} gives something else for slices of a micro-batch than for the whole, so replicas "
-        f"take whole micro-batches in turn. {captured.capture.mixing()} DistributedDataParallel has this difference "
-        "from one device without a word."
-    )
-
-
-def _few(captured: Route, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """Return smaller parts, as many, that are as good to see whether cutting changes anything."""
-    few = tuple(min(part, _FEW) for part in parts)
-    return parts if any(captured.misfit(size) for size in {*few, sum(few)}) else few
+def plays_of(captured: Captured) -> Plays:
+    """Return what the plays of a replayed step say."""
+    assert captured.capture.plays is not None, "a replayed step"
+    return captured.capture.plays
 
 
 def _first_samples(tensors: Sequence[torch.Tensor], request: Request, samples: int) -> list[torch.Tensor]:
     cut = request.structure.cut(request.batch_dim)
     return [t.narrow(request.batch_dim, 0, samples) if c else t for t, c in zip(tensors, cut, strict=True)]
-
-
-def warn_of_unknown_role(captured: Captured) -> None:
-    """Warn of how a loss is combined whose operations do not tell, where it was not measured."""
-    capture = captured.capture
-    if capture.loss_role not in ("mean", "sum"):
-        rank_zero_warn(
-            f"The operations of the loss of {captured.request.method} do not say whether it is a mean or a sum over "
-            f"samples, and that was not measured: its micro-batches are combined as a mean. {capture.mixing()}"
-        )
-
-
-def warn_of_another_loss(captured: Captured, first: Route, *, is_shared: bool, known: Set[str]) -> set[str]:
-    """Warn where a step that was captured later makes its loss otherwise than the first, and operations prove nothing.
-
-    Args:
-        captured: the step.
-        first: the one that was compared with the whole batch.
-        is_shared: whether replicas share the samples of micro-batches.
-        known: places where samples are mixed that were told.
-
-    Returns:
-        The places of this one, in words; none if its micro-batches are proven to give what the whole batch gives.
-    """
-    capture = captured.as_said or captured.capture
-    loss, tried = capture.record.loss, captured.capture.tried
-    if loss is None or capture.plays is not None or _is_proven(capture):  # plays are watched later
-        return set()
-    if loss in tried and not tried[loss].is_mixed:
-        return set()
-    mixing = capture.mixing()
-    if mixing != first.mixing() and mixing not in known:
-        others = "DistributedDataParallel has the same difference; one rank per stage and microbatches=1 have none."
-        rank_zero_warn(
-            f"{captured.request.method} is another step by now than on its first batch. What cutting it into "
-            "micro-batches changes is not measured; their losses are combined as a "
-            f"{_role_of(captured.capture)}. {mixing} {others if is_shared else AS_ACCUMULATION}"
-        )
-    return {mixing}
 
 
 def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
@@ -306,7 +246,9 @@ def measure(
         Incomparable: if the two cannot be run.
     """
     key = RandomKey(0, 0, 0)
-    if captured.is_random_in_python:
+    plays = captured.plays
+    assert plays is not None, "a replayed step"
+    if plays.is_random_in_python:
         raise Incomparable("the step draws random numbers of Python or NumPy, which are others in every micro-batch")
     no_randomness = NoRandomness() if captured.may_draw else contextlib.nullcontext()  # type: ignore[no-untyped-call]
     with on_one_device(captured, request, sum(sizes)) as prepare, no_randomness:
@@ -316,15 +258,14 @@ def measure(
             results, gradients, loss = run_captured(captured, request, prepare(leaves), sizes=sizes, key=key, role=one)
             if any(wrong_answer(captured.record, result) is not None for result in results):
                 raise Incomparable("a question that the step asks of its tensors has another answer for a micro-batch")
-            lines = unequally_divided(captured.plays.said()) if captured.plays is not None else []
-            return Measured(one, *compared(plain, loss, gradients), tuple(lines))
+            return Measured(one, *compared(plain, loss, gradients), tuple(unequally_divided(plays.said())))
 
         if not (found := cut(tensors, role)).agrees:
             other = cut(tensors, _OTHER[role])
-            if other.agrees or (captured.loss_role not in ("mean", "sum") and other.relative < found.relative):
+            if other.agrees:
                 found = other
         begin = time.perf_counter()
-        for number, ordered in enumerate(_other_orders(tensors, request) if not _is_proven(captured) else ()):
+        for number, ordered in enumerate(_other_orders(tensors, request)):
             if not found.agrees or (number > 1 and time.perf_counter() - begin > _RANDOM_SECONDS):
                 break
             with contextlib.suppress(Incomparable, CaptureError):  # nobody said that this order of samples can be run
@@ -353,22 +294,9 @@ def _other_orders(tensors: Sequence[torch.Tensor], request: Request) -> Iterator
         ]
 
 
-def _is_proven(captured: Route) -> bool:
-    return captured.plays is None and captured.loss_role in ("mean", "sum") and not captured.mixes_samples
-
-
-def _role_of(captured: Route) -> Role:
-    return "sum" if captured.loss_role == "sum" else "mean"
-
-
 def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds: float) -> None:
-    method, capture = captured.request.method, captured.capture
+    method, plays = captured.request.method, plays_of(captured)
     if found.agrees:
-        if found.role != known and _is_proven(capture):
-            rank_zero_warn(
-                f"The loss of {method} was taken for a {known} over samples, but on the first batch it is a "
-                f"{found.role}: so micro-batches are combined as a {found.role}."
-            )
         log.info(
             "%d micro-batches, combined as a %s, have the loss and the gradients of the whole first batch: they differ "
             "by at most %.1e; measured in %.2f s.",
@@ -382,7 +310,7 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         f"{found.loss.relative:.1e}), and the gradient of {found.worst.name or 'no parameter'} differs most, by "
         f"{found.worst.relative:.1e} of its largest value."
     )
-    if not found.is_sorted and (why := _unweighable(capture, found)):
+    if not found.is_sorted and (why := _unweighable(plays, found)):
         raise CutLossError(
             f"{text} The loss {why}, which a replayed step cannot weigh. "
             'Set microbatches=1, or capture="joint" if the step can be one graph; check=false trains all the '
@@ -391,14 +319,14 @@ def _tell(captured: Captured, found: Measured, known: Role, count: int, seconds:
         )
     if not found.is_sorted and math.isfinite(found.loss.plain) and not math.isfinite(found.loss.captured):
         raise CutLossError(
-            f"{text} {capture.mixing()} Training would make all weights NaN. Set microbatches=1, or use fewer "
+            f"{text} {_MIXING} Training would make all weights NaN. Set microbatches=1, or use fewer "
             "micro-batches; check=false trains all the same.",
             reason="its loss is a number for the batch and none for a micro-batch",
         )
-    rank_zero_warn(f"{text} {capture.mixing()} {AS_ACCUMULATION}")
+    rank_zero_warn(f"{text} {_MIXING} {AS_ACCUMULATION}")
 
 
-def _unweighable(captured: Route, found: Measured) -> str:
+def _unweighable(plays: Plays, found: Measured) -> str:
     if found.unequal:
         return f"divides by what differs between micro-batches at {found.unequal[0]}"
-    return "adds sums over samples to terms of another kind" if captured.has_unweighed_terms else ""
+    return "adds sums over samples to terms of another kind" if plays.has_unweighed_terms else ""
