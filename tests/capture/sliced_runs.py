@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_pipe.capture import Capture, Request
 from lightning_pipe.capture.operators import RUN_AS, is_random, takes_output
+from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.slicing.operation import BatchOperation, SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing
+from lightning_pipe.capture.steps.stage_program import RandomKey
+from lightning_pipe.strategy.checks.captured_run import run_captured
+from lightning_pipe.strategy.checks.check import on_one_device, plain_run
+from lightning_pipe.strategy.checks.differences import compared
 
 Values = dict[fx.Node, Any]
 Read = Callable[[fx.Node], Any]
@@ -202,3 +208,14 @@ def worst_value(runs: Runs) -> tuple[float, str]:
     made = [node for node in runs.slicing.operations if runs.slicing.makes(node)]
     tensors = [node for node in made if isinstance(whole[node], torch.Tensor)]
     return max(((_gap(whole[node], sliced(node), 1e-5), str(node.target)) for node in tensors), default=(0.0, ""))
+
+
+def deviation_of_parts(
+    capture: Capture, request: Request, leaves: Sequence[torch.Tensor], *, sizes: tuple[int, ...]
+) -> float:
+    """Return by how much loss and gradients of micro-batches differ from those of the plain step on all samples."""
+    key = RandomKey(0, 0, 0)
+    with on_one_device(capture, request, sum(sizes)) as prepare, NoRandomness():
+        plain = plain_run(capture, request, prepare(leaves), key, matched=False)
+        _, gradients, loss = run_captured(capture, request, prepare(leaves), sizes=sizes, key=key, role="sum")
+    return max(difference.relative for difference in compared(plain, loss, gradients))

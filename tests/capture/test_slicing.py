@@ -9,9 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning_pipe.strategy.checks.whole_batch import measure
 
-from capture.sliced_runs import Runs, deviation, worst_value
+from capture.sliced_runs import Runs, deviation, deviation_of_parts, worst_value
 from lightning_pipe.capture import Capture, Request, capture_step
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.trace import trace
@@ -125,8 +124,8 @@ def test_stages_of_micro_batches_have_the_numbers_of_the_plain_step(name: str) -
     for sizes in (SIZES, *OTHER_SIZES):
         if any(capture.misfit(size) for size in sizes):
             continue
-        found = measure(capture, request, leaves, sizes=sizes, role="sum")
-        assert found.relative < max(1e-9, 1e2 * OWN_PRECISION.get(name, 0.0)), (sizes, found)
+        found = deviation_of_parts(capture, request, leaves, sizes=sizes)
+        assert found < max(1e-9, 1e2 * OWN_PRECISION.get(name, 0.0)), sizes
 
 
 class Drawn(pl.LightningModule):
@@ -143,7 +142,7 @@ class Drawn(pl.LightningModule):
         return scores.square().mean()
 
 
-def test_what_the_graph_cannot_give_is_told_and_combined_as_without_the_option() -> None:
+def test_what_the_graph_cannot_give_is_told() -> None:
     """The new content of a buffer was left out where nothing could make it."""
     request = Request(Drawn(), "training_step", flatten(torch.zeros(6, 3))[1], samples=3, whole_batch="exact")
     with pytest.warns(UserWarning, match=r"test_slicing.py:\d+ in training_step needs more than the forwards"):
@@ -170,7 +169,7 @@ def test_sparse_gradients_of_micro_batches_add_up() -> None:
     capture = capture_step(request)
     assert capture.is_exact
     assert capture.graph.head is None
-    assert measure(capture, request, [places], sizes=(3, 2, 1), role="sum").relative < 1e-9
+    assert deviation_of_parts(capture, request, [places], sizes=(3, 2, 1)) < 1e-9
 
 
 @pytest.mark.slow

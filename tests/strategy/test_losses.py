@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError, PipelineError
-from lightning_pipe.strategy.checks import whole_batch
+from lightning_pipe.strategy.checks import replayed_loss
 from lightning_pipe.strategy.parameters.stand_ins import Guarded
 from ranks.world import World
 from slow import slow_but
@@ -124,7 +124,7 @@ def test_what_batch_statistics_change_is_said(capture):
 
 def test_what_micro_batches_change_for_half_of_all_orders_of_samples_is_said_for_every_batch(monkeypatch):
     """The hardest half of eight samples is that of each half in 36 of 70 orders, where cutting changes nothing."""
-    monkeypatch.setattr(whole_batch, "_RANDOM_SECONDS", float("inf"))  # however busy the machine is
+    monkeypatch.setattr(replayed_loss, "_RANDOM_SECONDS", float("inf"))  # however busy the machine is
     for seed in (0, 29, 41):  # of which three orders tell nothing
         found = fit_cut(
             lambda m, o, y: each(o, y).topk(len(y) // 2)[0].mean(),
