@@ -95,7 +95,7 @@ def captured(net: Net, folder: Path | None) -> Capture:
 def same(one: Capture, two: Capture) -> bool:
     """Return whether two captured steps are the same to whoever runs and plans them."""
     code = one.joint.module.code == two.joint.module.code and one.joint.results == two.joint.results
-    return one.graph == two.graph and one.kinds == two.kinds and code and one.loss_role == two.loss_role
+    return one.graph == two.graph and one.kinds == two.kinds and code and one.flow == two.flow
 
 
 @pytest.fixture
