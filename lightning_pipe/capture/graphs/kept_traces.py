@@ -83,8 +83,6 @@ class KeptTraces:
         identity.note_calls(step.observers[-1].calls)
         recording = step.recordings[-1]
         identity.note(recording.calls, recording.returned, recording.kept, step.has_loss)
-        if step.sizes_read:
-            return
         if identity.refusal:
             log.debug("The graph of %s is not kept: %s.", step.method, identity.refusal)
             return

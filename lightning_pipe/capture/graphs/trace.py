@@ -20,7 +20,7 @@ from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, describe
 from lightning_pipe.capture.graphs.kept_traces import KeptTraces, Known, rebuilt
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.graphs.sizes_read import SizeDependentError, follow_sizes, sizes_in_texts
+from lightning_pipe.capture.graphs.sizes_read import sizes_in_texts
 from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import same
@@ -30,6 +30,7 @@ from lightning_pipe.capture.steps.hazards import (
     Answerer,
     Observer,
     Question,
+    SizeDependentError,
     at,
     compare_calls,
     depends_on_data,
@@ -178,9 +179,6 @@ def _exported(
         stack.enter_context(_tracing(step, state, mode, request.device))
         try:
             module = private.aot_export_joint_with_descriptors(stack, step, leaves).graph_module
-            if step.sizes_read and request.lengths:
-                raise SizeDependentError("The step reads sizes as Python floats.")
-            follow_sizes(step, leaves, request.count)
         except Known as found:
             known = found.kept
         except (CaptureError, Question):

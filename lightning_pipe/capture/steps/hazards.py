@@ -48,6 +48,10 @@ _HELP = (
 )
 
 
+class SizeDependentError(CaptureError):
+    """The graph of a step holds for one number of samples only."""
+
+
 def hazard(what: str, line: str, module: str = "", *, kind: type[CaptureError] = CaptureError) -> CaptureError:
     """Build the refusal that names the hazard and the user's line."""
     inside = f" (in module {module})" if module else ""

@@ -9,85 +9,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import sympy
 import torch
 
-from lightning_pipe.capture.python.places import same
 from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Sized
-from lightning_pipe.capture.steps.trees import branches, rebuilt
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.capture.steps.trees import branches
 
 Call: TypeAlias = LogCall | ObjectCall
 Place: TypeAlias = tuple[str, ...]  # where a number stands: in what was returned, or in a call, and there
 RETURNED: Place = ("returned",)
 KEPT = "kept"
 VALUE = "value of the call"
-
-
-def calls_of_samples(calls: Sequence[Sequence[Call]], counts: Sequence[int]) -> list[Call]:
-    """Return the calls of the first run, with numbers that depend on the samples as functions of them.
-
-    Args:
-        calls: those of three runs.
-        counts: numbers of samples of these runs.
-
-    Raises:
-        CaptureError: if a number is no linear function of the samples.
-    """
-    if len({len(same) for same in calls}) > 1:
-        raise CaptureError("It logs something else for other numbers of samples. Set microbatches=1.")
-    return [_call_of_samples(same, counts) for same in zip(*calls, strict=True)]
-
-
-def _call_of_samples(calls: Sequence[Call], counts: Sequence[int]) -> Call:
-    first = calls[0]
-    where = f"{first.name!r}, logged at {first.line},"
-    if any(type(call) is not type(first) for call in calls):
-        return first
-    kwargs = of_samples([call.kwargs for call in calls], counts, where)
-    if isinstance(first, LogCall):
-        values = [call.value for call in calls if isinstance(call, LogCall)]
-        return replace(first, value=of_samples(values, counts, where), kwargs=kwargs)
-    arguments = [call.args for call in calls if isinstance(call, ObjectCall)]
-    return replace(first, args=of_samples(arguments, counts, where), kwargs=kwargs)
-
-
-def of_samples(values: Sequence[Any], counts: Sequence[int], where: str) -> Any:
-    """Return the first of three values, with numbers inside that depend on the samples as functions of them.
-
-    Args:
-        values: the same thing in three runs.
-        counts: numbers of samples of these runs.
-        where: what the numbers are, for the error.
-
-    Raises:
-        CaptureError: if a number is no linear function of the samples.
-    """
-    first = values[0]
-    if not all(type(value) is type(first) for value in values):
-        return first
-    if (inside := branches(first)) is not None:
-        others = [branches(value) or {} for value in values]
-        both = [key for key in inside if all(key in other for other in others)]
-        found = {key: of_samples([other[key] for other in others], counts, where) for key in both}
-        return rebuilt(first, {**inside, **found})
-    if isinstance(first, bool) or not isinstance(first, int | float) or all(same(value, first) for value in values):
-        return first
-    return _line(values, counts, where)
-
-
-def _line(values: Sequence[float], counts: Sequence[int], where: str) -> Sized:
-    (one, two, three), (a, b, c) = values, counts
-    slope = (two - one) / (b - a)
-    if not math.isclose(three, one + slope * (c - a), rel_tol=1e-9, abs_tol=1e-12):
-        raise CaptureError(
-            f"{where} is no linear function of the number of samples. Compute it from tensors, or set microbatches=1."
-        )
-    whole = isinstance(one, int)
-    return Sized(lambda samples: round(one + slope * (samples - a)) if whole else one + slope * (samples - a))
 
 
 def sized(value: torch.SymInt | torch.SymFloat) -> Sized:

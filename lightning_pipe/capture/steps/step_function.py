@@ -27,7 +27,7 @@ from lightning_pipe.capture.python.step_identity import StepIdentity
 from lightning_pipe.capture.python.users_code import assignment_line
 from lightning_pipe.capture.steps.batch import Structure, with_numbers
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.hazards import Observer, hazard, user_line
+from lightning_pipe.capture.steps.hazards import Observer, SizeDependentError, at, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import is_result, with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
 from lightning_pipe.capture.steps.step_state import DataWriter, StepState
@@ -82,8 +82,6 @@ class StepFunction(nn.Module):
         self.varying = varying
         self.may_skip = may_skip
         self.runs = 0
-        self.pretended: int | None = None
-        self.sizes_read: list[str] = []
         self.current: Observer | None = None
         self.reads = Reads(module, _refuse_read)
         self.numbers = NumberGuards()
@@ -250,14 +248,10 @@ class StepFunction(nn.Module):
 
     @contextlib.contextmanager
     def _float_sizes(self) -> Iterator[None]:
-        """Answer `float(x.numel())` for as many samples as the tracer pretends, without fixing their number."""
+        """Refuse `float(x.numel())`: a graph with that number holds for one number of samples."""
 
         def read(size: torch.SymInt) -> float:
-            self.sizes_read.append(user_line(2))
-            expression = size.node.expr
-            if self.pretended is None:
-                return float(size.node.hint)
-            return float(expression.xreplace(dict.fromkeys(expression.free_symbols, self.pretended)))
+            raise SizeDependentError(f"The step reads a size as a Python float{at(user_line(2))}.")
 
         with mock.patch.object(torch.SymInt, "__float__", read, create=True):
             yield
