@@ -303,12 +303,6 @@ class DappleConfig:
         )
 
     @property
-    def cuts_as_told(self) -> bool:
-        """Return whether the user has said into how many micro-batches batches are cut."""
-        has_order = self.schedule is not None and _is_file(self.schedule)
-        return self.plan is not None or self.microbatches is not None or has_order
-
-    @property
     def _sharding(self) -> Sharding:
         """Return whether plans share optimizer state: not where a step may be undone, or is corrected afterwards."""
         policy = self.weight_policy

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -20,7 +20,6 @@ from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.recording.said_roles import Said
 from lightning_pipe.capture.recording.units import Head
 from lightning_pipe.capture.slicing.results import Derived
 from lightning_pipe.capture.steps.call_recording import StepRecording
@@ -46,8 +45,13 @@ class Plays(Protocol):
         ...
 
     @property
-    def combining(self) -> Said:
-        """Return how what the step returns, logs or gives to metrics is combined."""
+    def mixing(self) -> tuple[str, ...]:
+        """Return the paths of the sub-modules that mix samples: they return something else for parts of a batch."""
+        ...
+
+    @property
+    def rows(self) -> Mapping[tuple[str, ...], int]:
+        """Return the dimension along which what the step returns or logs has rows of samples, by place."""
         ...
 
     @property
@@ -56,31 +60,12 @@ class Plays(Protocol):
         ...
 
     @property
-    def loss_role(self) -> Literal["mean", "sum"]:
-        """Return how losses of micro-batches make that of the batch."""
-        ...
-
-    @property
-    def has_unweighed_terms(self) -> bool:
-        """Return whether the loss adds sums over samples to other terms, which plays cannot weigh apart."""
-        ...
-
-    @property
-    def is_random_in_python(self) -> bool:
-        """Return whether the step draws random numbers of Python or NumPy whenever it runs."""
-        ...
-
-    @property
     def kept(self) -> str:
         """Name the state that the step keeps for its next call, where stages hand it on; "" if there is none."""
         ...
 
-    def loss_calls(self) -> Mapping[str, str]:
-        """Return the calls by which plays of the batch have made its loss, and the line of each."""
-        ...
-
-    def with_role(self, role: Literal["mean", "sum"]) -> Route:
-        """Return the same step with losses of micro-batches combined as means or as sums."""
+    def unlike_law(self, plays: Sequence[tuple[int, StepRecording]]) -> str:
+        """Return "" if plays with so many samples make their losses as was proven, else what they do."""
         ...
 
     def cut(self, sizes: tuple[int, ...]) -> None:

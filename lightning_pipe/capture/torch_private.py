@@ -338,16 +338,6 @@ def operator_name(node: torch.fx.Node) -> str:
     return target._opname if isinstance(target, OpOverload) else str(getattr(target, "__name__", ""))
 
 
-_WHOLE = ("int", "List[int]", "Optional[int]", "Optional[List[int]]")
-
-
-def shape_arguments(node: torch.fx.Node) -> frozenset[int]:
-    """Return the positions of the arguments of a node's operator that are sizes, or places in them, by its schema."""
-    schema = getattr(node.target, "_schema", None)
-    types = [] if schema is None else [str(argument.type) for argument in schema.arguments]
-    return frozenset(place for place, kind in enumerate(types) if kind in _WHOLE)
-
-
 def result_names(operation: OpOverload) -> list[str]:
     """Return the names of an operator's results, "" where one has none."""
     return [result.name for result in operation._schema.returns]

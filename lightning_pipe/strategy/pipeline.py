@@ -88,7 +88,6 @@ class Pipeline:
             later=later,
             versions=setup.config.versions,
             policy=setup.config.weight_policy,
-            cuts_as_told=setup.config.cuts_as_told,
             batch_dim=setup.config.batch_dim,
             device=setup.device,
         )
@@ -103,11 +102,6 @@ class Pipeline:
     def foreseen(self) -> tuple[Foreseen, ...]:
         """Return the memory that the plan foresees, by rank; () before there is one."""
         return self._maker.foreseen
-
-    @property
-    def is_measured(self) -> bool:
-        """Return whether it was measured, and said, what micro-batches change."""
-        return self._preparation.role is not None
 
     @property
     def proposal(self) -> Planned | None:
@@ -191,8 +185,7 @@ class Pipeline:
             step, sizes = self._answered(step, call, samples, guard)
             ran = self._run(step, sizes, call, turn)
         if ran.differing and (plays := step.capture.plays) is not None and len(sizes) > 1:
-            if ran.lasts:
-                self._leave_whole(plays, call.method, ran.differing)
+            self._leave_whole(plays, call.method, ran.differing)
             if before is not None:
                 before.restore()
             ran = self._run(step, (samples,), call, turn)

@@ -25,16 +25,9 @@ from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.strategy.checks.captured_run import cut_up
 from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
-from lightning_pipe.strategy.checks.replayed_loss import (
-    CutLossError,
-    cut_by_numbers,
-    fewest_samples,
-    kept_by_replicas,
-    warn_of_fewer_parts,
-)
 from lightning_pipe.strategy.plans.kept_checks import KeptCheck
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_whole_batches
+from lightning_pipe.strategy.plans.plan_warnings import kept_by_replicas, warn_of_whole_batches
 from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
 from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
@@ -75,7 +68,6 @@ class PlanMaker:
         self.proposal: Planned | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
         self._seed = 0
-        self._examined: frozenset[str] = frozenset()  # ways in which batches have been cut
 
     def make_plan(self, call: StepRequest, *, optimizers: Sequence[Optimizer]) -> int:
         """Make the plan for this call's step, place parameters by it, and make the step ready to run.
@@ -208,8 +200,7 @@ class PlanMaker:
             captured: the step.
 
         Returns:
-            Whether it was taken: not if it cuts batches in a way that no numbers have been looked at for, or in
-            another way where that changes what is trained.
+            Whether it was taken: not if it cuts batches in another way where that changes what is trained.
         """
         control, graph = self._links.control, captured.capture.graph
         if other is not None and other.problem.graph.fingerprint != graph.fingerprint:
@@ -219,17 +210,15 @@ class PlanMaker:
             return False
         samples = self._cuts.samples(call.structure)
         parts = self._cuts.parts(captured.capture, samples)
-        self._examined |= self._cuts.ways(captured.capture, samples)
         restore = self._preparation.snapshot()
         planned = PlannedCuts(plan, graph, resolve(plan, graph, ranks=control.ranks))
         self._preparation.plan_by(planned)
         agree(self._links, {"second plan": to_yaml(plan)})
         try:
-            if self._cuts.parts(captured.capture, samples) != parts and (graph.coupled or captured.differs):
+            if self._cuts.parts(captured.capture, samples) != parts and graph.coupled:
                 raise _StaysWhole("it cuts batches otherwise, which changes what is trained")
-            is_known = self._cuts.ways(captured.capture, samples) <= self._examined
-            if not self._cuts.sizes(captured.capture, samples) or not is_known:
-                raise _StaysWhole("it cuts batches in a way that was not looked at before the training")
+            if not self._cuts.sizes(captured.capture, samples):
+                raise _StaysWhole("its batches cannot be cut like that")
             self._leave_whole_for_replicas(captured, planned.cuts)
             self._preparation.forget_placed()
             self._place(call, captured, planned, planned.cuts)
@@ -292,7 +281,7 @@ class PlanMaker:
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
     def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
-        """Compare a captured step with the plain one, and let numbers decide how its losses are combined."""
+        """Compare a captured step with the plain one, if there is room."""
         control, weights = self._links.control, self._setup.weights
         room = weights.room()
         if refusal := control.broadcast(
@@ -305,11 +294,10 @@ class PlanMaker:
                 self._compare_or_remember(captured, call, samples)
         finally:
             cut_up.forget(captured.capture)
-        found = self._preparation
-        return replace(captured.with_role(found.role), differs=found.differs, harmless=found.harmless)
+        return captured
 
     def _compare_or_remember(self, captured: Captured, call: StepRequest, samples: int) -> None:
-        """Let numbers decide, or what they have decided at an earlier start where everything was the same."""
+        """Compare a captured step with the plain one, if no earlier start has where everything was the same."""
         control, folder = self._links.control, self._config.cache_dir
         folder = None if folder is None or control.rank > 0 else folder / "checks"
         kept = KeptCheck(folder, captured, call, cuts=self._cuts, seed=self._seed)
@@ -326,18 +314,11 @@ class PlanMaker:
             kept.keep()
 
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
-        """Compare a captured step with the plain one, whole and cut; return whether there was nothing to warn of."""
-        count = len(wanted := self._cuts.parts(captured.capture, samples))
-        if len(wanted) > 1 and captured.capture.plays is not None:
-            self._cuts.fewest = fewest_samples(captured, call, control=self._links.control)
-            count = len(self._cuts.parts(captured.capture, samples))
-            warn_of_fewer_parts(captured, self._cuts.fewest, wanted=len(wanted), count=count)
+        """Compare a captured step with the plain one; return whether it was compared."""
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
         if captured.capture.misfit_of_results(first):
             first = samples  # a graph of batches of this size alone says nothing of smaller ones
-        checked = self._compared(captured, call, samples=first)
-        is_as_expected = self._weigh(captured, call, seconds=checked.seconds)
-        return checked.is_compared and is_as_expected and count == len(wanted)
+        return self._compared(captured, call, samples=first).is_compared
 
     def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> Checked:
         """Compare a captured step with the plain one; return what came of it."""
@@ -355,32 +336,6 @@ class PlanMaker:
                 raise
             self._preparation.plan_by(None)
             raise _WrongCapture(str(error)) from error
-
-    def _weigh(self, captured: Captured, call: StepRequest, *, seconds: float) -> bool:
-        """Let numbers decide how losses of the micro-batches of a replayed step are combined; rank 0 has all values.
-
-        Returns:
-            Whether cutting changes nothing, and losses are combined as their operations say.
-
-        Raises:
-            CutLossError: on every rank, if cutting makes another loss of it, and the user has said how to cut.
-            _StaysWhole: on every rank, if it does, and the user has not.
-        """
-        sizes = self._cuts.sizes(captured.capture, self._cuts.samples(call.structure))
-        plays = captured.capture.plays
-        if len(sizes) <= 1 or plays is None or plays.head:
-            return True
-        control = self._links.control
-        try:
-            cut = cut_by_numbers(captured, call, sizes=sizes, control=control, seconds=seconds)
-        except CutLossError as error:
-            if self._config.cuts_as_told:
-                raise
-            raise _StaysWhole(error.reason) from None
-        self._preparation.role = None if cut is None else cut.role
-        self._preparation.differs = cut is not None and cut.is_told
-        self._preparation.harmless = frozenset() if cut is None else cut.harmless
-        return cut is not None and cut.is_as_expected
 
     @property
     def _steps_together(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -26,11 +26,10 @@ from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.evaluation.rounds import refuse_rounds
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.schedule.weights import POLICIES
-from lightning_pipe.strategy.checks.replayed_loss import Role
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_buffers_by_parts, warn_of_mixed_results
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_buffers_by_parts, warn_of_mixed_results, warn_of_mixing
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
@@ -69,8 +68,6 @@ class Preparation:
         cuts: how batches are cut.
         known: the steps that were prepared.
         host: where this rank offloads to.
-        role: how losses of micro-batches are combined, as numbers have shown; None before that.
-        differs: whether it was told that micro-batches do not make the loss of the batch.
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
 
@@ -85,9 +82,6 @@ class Preparation:
         self.cuts = BatchCuts(setup.config)
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
-        self.role: Role | None = None
-        self.differs = False
-        self.harmless: frozenset[str] = frozenset()  # as `Captured` says
         self.whole = ""
         self._capture = StepCapture(setup)
         config = setup.config
@@ -97,6 +91,7 @@ class Preparation:
         self._shapes = ShapesCaptured()
         self._warned_results: set[str] = set()  # where they are said
         self._warned_buffers: set[str] = set()
+        self._warned_mixing: set[str] = set()
 
     @property
     def planned(self) -> PlannedCuts | None:
@@ -153,7 +148,7 @@ class Preparation:
         captured = self._capture.capture(
             call, traced, symbolic=symbolic, lengths=lengths, reason=reason, answered=answered
         )
-        return self._as_measured(captured if is_cut else captured.left_whole(self.cuts.uncut(call.structure)))
+        return self._left_whole(captured if is_cut else captured.left_whole(self.cuts.uncut(call.structure)))
 
     def captured(self, call: StepRequest, samples: int) -> Captured:
         """Capture a step so that a batch of this size can be cut.
@@ -167,7 +162,7 @@ class Preparation:
         for step in different_traces(relatives):
             other = step.for_lengths(call)
             if other is not None and self.cuts.sizes(other.capture, samples):
-                return self._as_measured(other)
+                return self._left_whole(other)
         begin = time.perf_counter()
         lengths = symbolic_lengths([step.captured for step in relatives], call, batch_dim=self.setup.config.batch_dim)
         found = self.capture(call, self.cuts.largest_slice(samples), lengths=lengths)
@@ -276,6 +271,7 @@ class Preparation:
         """Warn once of each result, and each buffer, that micro-batches change."""
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
             self._warned_results |= warn_of_mixed_results(captured, known=self._warned_results)
+            self._warned_mixing |= warn_of_mixing(captured, known=self._warned_mixing)
             self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
@@ -313,13 +309,9 @@ class Preparation:
         assert self._planned is not None, "planned before anything is run"
         return cut_other(graph, planned=self._planned.graph, cuts=self._planned.cuts)
 
-    def _as_measured(self, captured: Captured) -> Captured:
-        """Return a captured step with what the numbers of the first one said."""
-        if captured.request.method != TRAINING:
-            return captured
-        captured = replace(captured, differs=self.differs, harmless=self.harmless)
-        captured = captured.left_whole(self.whole) if self.whole else captured
-        return captured.with_role(self.role)
+    def _left_whole(self, captured: Captured) -> Captured:
+        """Return a captured step that takes whole batches if training does."""
+        return captured.left_whole(self.whole) if self.whole and captured.request.method == TRAINING else captured
 
     def split(self, captured: Captured, cuts: tuple[int, ...]) -> Split:
         """Cut a captured step, whose stages do with what they save what the plan says."""

@@ -63,7 +63,7 @@ from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.first_steps import FirstSteps
 from lightning_pipe.strategy.plans.logged_rows import PipeLog
 from lightning_pipe.strategy.plans.plan_report import introduce
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_mixing
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_batch_statistics
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.plans.second_plan import steps_left
 from lightning_pipe.strategy.plans.watched_steps import StepWatch
@@ -741,7 +741,7 @@ class Session:
             private.note_before_transfer(self._module, self._left.begin, AheadBatch)
         if self._links.control.ranks > 1 and not self._is_summarised:  # by the whole module, which no rank has
             self._module.example_input_array = None
-        warn_of_mixing(plan, graph, measured=self._pipeline.is_measured)
+        warn_of_batch_statistics(plan, graph)
         if plan.microbatches > 1:
             warn_of_backward_hooks(self._module)
         is_kept = self._config.keeps_freed_memory and self._device.type == "cpu"

@@ -24,11 +24,10 @@ from lightning_pipe.capture.recording.unit_loss import Reductions, reductions
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWatch, StateWatch, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources, WrittenPlace
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
-from lightning_pipe.capture.steps.batch import same_besides_tensors, sorted_samples, with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import noticing_seeding
 from lightning_pipe.capture.steps.metric_result import with_loss
-from lightning_pipe.capture.steps.numbers import Place, numbers_said
+from lightning_pipe.capture.steps.numbers import Place, numbers_said, sizes_said
 from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
@@ -58,6 +57,7 @@ class Run:
         reductions: of the loss; None without one.
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
+        sizes: of the tensors and lists that it has returned and logged.
         repeatable: units that return the same when they are called again after the step.
         first_draw: how many units had begun when glue drew random numbers first; None if it has not.
     """
@@ -81,6 +81,7 @@ class Run:
     of_samples: frozenset[str]
     seeds: bool
     numbers: Mapping[Place, float]
+    sizes: Mapping[Place, tuple[int, ...]]
     repeatable: frozenset[int] = frozenset()
     first_draw: int | None = None
 
@@ -192,6 +193,7 @@ class UnitRecorder:
             of_samples=units.buffers_of_samples(),
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
+            sizes=sizes_said(play.output, play.recording.calls, play.recording.results),
             first_draw=follower.first_draw,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
@@ -292,53 +294,23 @@ class UnitRecorder:
             )
         return f"it runs with {self._count(0)} samples and raises {what}: {error} with {self._count(other)}"
 
-    def said(self, rows: torch.Tensor, kept: ModuleSnapshot) -> StepRecording:
-        """Run the step without randomness on some of the sorted samples, and return what it says.
-
-        Args:
-            rows: indices of the samples.
-            kept: content of the module that the run begins with.
-        """
-        recording = StepRecording()
-        tensors = sorted_samples(self._tensors, self._cut, self.request.batch_dim) or self._tensors
-        with self.quietly(rows, kept, recording, tensors=tensors) as step:
-            output = step()
-            recording.returned = recording.lift(output, loss_of(self.request.module, self.request.method, output))
-        return recording
-
     @contextlib.contextmanager
-    def quietly(
-        self,
-        rows: torch.Tensor,
-        kept: ModuleSnapshot,
-        recording: StepRecording,
-        *,
-        tensors: Sequence[torch.Tensor] | None = None,
-    ) -> Iterator[Callable[[], Any]]:
+    def quietly(self, rows: torch.Tensor, kept: ModuleSnapshot) -> Iterator[Callable[[], Any]]:
         """Give what runs the step without randomness on some samples, inside.
 
         Args:
             rows: indices of the samples.
             kept: content of the module that the run begins with.
-            recording: of what it says.
-            tensors: the batch; by default in its own order.
         """
         kept.restore()
-        dim, tensors = self.request.batch_dim, tensors or self._tensors
+        dim = self.request.batch_dim
         leaves = [
-            t.index_select(dim, rows.to(t.device)) if c else t.clone() for t, c in zip(tensors, self._cut, strict=True)
+            t.index_select(dim, rows.to(t.device)) if c else t.clone()
+            for t, c in zip(self._tensors, self._cut, strict=True)
         ]
         no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
-        with kept.keeper, self._scene(recording), no_randomness:
+        with kept.keeper, self._scene(StepRecording()), no_randomness:
             yield partial(self._call, leaves)
-
-    @property
-    def has_lists(self) -> bool:
-        """Return whether the batch has lists with an item per sample."""
-        structure = self.request.structure
-        return self.total > 1 and not same_besides_tensors(
-            with_rows(structure.template, self.total, range(1)), structure.template
-        )
 
     @property
     def total(self) -> int:

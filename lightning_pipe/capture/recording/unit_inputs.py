@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.units import MOST_SAID, Head, UnitTrace
 from lightning_pipe.capture.steps.batch import LeafSlot
 from lightning_pipe.capture.steps.trees import found_in, mapped
@@ -116,7 +117,9 @@ class _Enough(BaseException):
 
 
 class GlueTrial:
-    """Compare what units are given for parts of some samples and for all of them, whose outputs are those of the parts.
+    """Compare what units are given, and return, for parts of some samples and for all of them.
+
+    Glue is given for all samples what units have returned for the parts.
 
     Args:
         trace: the units.
@@ -127,6 +130,7 @@ class GlueTrial:
         unlike: path of the first unit that is given something else; "" if there is none.
         is_unknown: whether some are given tensors that cannot be compared (as many rows as samples have words).
         blocks: of the units that are called with several blocks of all samples, by number.
+        mixing: paths of the units that return something else for parts than for all.
     """
 
     def __init__(self, trace: UnitTrace, module: nn.Module, device: torch.device) -> None:
@@ -138,6 +142,7 @@ class GlueTrial:
         self.unlike = ""
         self.is_unknown = False
         self.blocks: dict[int, int] = {}
+        self.mixing: dict[str, None] = {}
 
     def compare(
         self, quietly: Callable[[torch.Tensor], AbstractContextManager[Callable[[], Any]]], *, total: int, count: int
@@ -212,6 +217,10 @@ class GlueTrial:
         pieces = zip(*(found_in(returned[number], torch.Tensor) for returned in self._returned), strict=True)
         outputs = zip(pieces, unit.outputs, strict=True)
         whole = [joined(tensors, output.batch_dim or 0, blocks=blocks) for tensors, output in outputs]
+        for own, tensor in zip(found_in(call(), torch.Tensor), whole, strict=True):
+            sums = (row_sums([one], samples, self._device, blocks=blocks) for one in (own, tensor))
+            if not is_alike(*sums):
+                self.mixing[unit.path] = None
         return mapped(unit.template, LeafSlot, lambda slot: whole[slot.index])
 
     def _candidates(self, number: int) -> list[int]:
@@ -220,18 +229,23 @@ class GlueTrial:
         return [1, *(blocks for blocks in range(2, rows + 1) if rows % blocks == 0 and blocks <= _MOST_BLOCKS)]
 
 
-def head_of(trace: UnitTrace, first_draws: Sequence[int | None], *, hooked: str, drawn: bool) -> tuple[Head, str]:
+def head_of(
+    request: Request, trace: UnitTrace, first_draws: Sequence[int | None], *, hooked: str, drawn: bool
+) -> tuple[Head, str]:
     """Return what the head of a step does, and why there is none, after "since".
 
     Args:
+        request: the step.
         trace: the units.
         first_draws: how many units had begun when glue drew random numbers first, by run; None where it has not.
         hooked: path of a unit with hooks, which a head does not run; "" if there is none.
         drawn: whether it has drawn random numbers of Python or NumPy.
     """
     last = len(trace.units)
+    if request.whole_batch == "by_microbatch":
+        return "", "whole_batch='by_microbatch'"
     if drawn or any(begun is not None and begun < last for begun in first_draws):
-        return "", "they draw random numbers of their own before its last sub-module"
+        return "", "it draws random numbers before its last sub-module"
     if hooked:
         return "", f"hooks of {hooked} may take what they see elsewhere"
     if trace.changes:
@@ -240,10 +254,10 @@ def head_of(trace: UnitTrace, first_draws: Sequence[int | None], *, hooked: str,
     outputs = [output for unit in read for output in unit.outputs]
     if not all(unit.is_fixed for unit in read) or any(output.batch_dim is None for output in outputs):
         return "", "its sub-modules return tensors that have no rows of single samples"
-    if trace.loss is not None and not (trace.is_proven and all(output.batch_dim == 0 for output in outputs)):
+    if trace.loss is not None and not (trace.law is not None and all(output.batch_dim == 0 for output in outputs)):
         return "holds", ""
     if trace.loss is not None and any(begun is not None for begun in first_draws):
-        return "", "they draw random numbers of their own behind its last sub-module"
-    if any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
+        return "", "it draws random numbers behind its last sub-module"
+    if trace.loss is not None and any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
         return "", f"its sub-modules return more than {MOST_SAID:,} numbers of every sample"
     return "speaks", ""

@@ -11,13 +11,14 @@ targets, a root of a mean, a product of samples with each other.
 
 Samples lie along the first dimension here; who asks has to know that they do.
 
-A step without a head may make its loss by other calls later, which is all that can be seen of it (`loss_call`).
+Every play of a step without a head is looked at: where one makes its loss otherwise than was proven, the batch is run
+as a whole (`unlike_law`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,7 +43,6 @@ _BY_ELEMENT = frozenset(
 )
 _ALONG = frozenset(f"{name}Backward" for name in ("LogSoftmax", "Softmax", "Sum", "Mean", "Select", "Slice", "Squeeze"))
 _RESHAPED = frozenset(("ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward"))
-_REDUCING = frozenset("sum nansum mean nanmean prod var std var_mean std_mean max min amax amin".split())
 _PARAMETER = "torch::autograd::AccumulateGrad"
 
 
@@ -113,12 +113,12 @@ class _LawReader:
 
     def law(self, node: Any) -> Law:
         """Return how a single number depends on rows."""
+        if node in self._units:
+            return "unknown"
         if node is None or node.name() == _PARAMETER:
             return "fixed"
         name = _name(node)
         inputs = [function for function, _ in node.next_functions]
-        if node in self._units:
-            return "unknown"
         if name in _SCALES:
             return self._scaled(node, name, [self.law(one) for one in inputs])
         if name in _PASSED or _joins_terms(name, inputs):
@@ -159,10 +159,10 @@ class _LawReader:
 
     def _rows(self, node: Any) -> Rows:
         """Return whether a tensor has rows that are each made of one sample."""
-        if node is None or node.name() == _PARAMETER:
-            return "fixed"
         if node in self._units:
             return "rows"
+        if node is None or node.name() == _PARAMETER:
+            return "fixed"
         if node not in self._known:
             name = _name(node)
             inputs = [function for function, _ in node.next_functions]
@@ -261,22 +261,19 @@ def _alike(ones: Sequence[float], others: Sequence[float]) -> bool:
     return len(ones) == len(others) and all(map(math.isclose, ones, others))
 
 
-def loss_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Return a call in words: its function, and how it reduces."""
-    if "reduction" in kwargs:
-        return f"{name}(reduction={kwargs['reduction']!r})"
-    if name in _REDUCING and (len(args) > 1 or kwargs.keys() & {"dim", "axis"}):
-        return f"{name} along a dimension"
-    return name
-
-
-def loss_calls(calls: Iterable[tuple[Any, str]]) -> dict[str, str]:
-    """Return traced calls in words, and the first line of each.
+def unlike_law(traced: tuple[int, Reductions], plays: Sequence[tuple[int, Reductions]]) -> str:
+    """Return "" if plays make their losses as was proven of the traced run, else what they do.
 
     Args:
-        calls: (name, arguments, pairs of keyword arguments), and a line.
+        traced: samples of the traced run, and what was read of its loss.
+        plays: the same of every play of a batch.
     """
-    found: dict[str, str] = {}
-    for (name, args, kwargs), line in calls:
-        found.setdefault(loss_call(name, args, dict(kwargs)), line)
-    return found
+    samples, first = traced
+    for count, play in plays:
+        by_sample = [elements * samples for elements in play.elements]
+        is_same = play.law == first.law and by_sample == [elements * count for elements in first.elements]
+        if not is_same or not _alike(play.scales, plays[0][1].scales):
+            return (
+                "its loss is made otherwise than when it was traced, and micro-batches may not make that of the batch"
+            )
+    return ""

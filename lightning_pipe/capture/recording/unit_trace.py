@@ -24,7 +24,6 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,17 +32,15 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, said_of_parts
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
 from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
-from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.numbers import proportional
+from lightning_pipe.capture.steps.numbers import proportional, rows_said
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -104,20 +101,16 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         head: Head = ""
         headless = ""
         if others and fits:
-            head, headless = head_of(trace, first_draws, hooked=hooked, drawn=drawn())
+            head, headless = head_of(request, trace, first_draws, hooked=hooked, drawn=drawn())
         unlike = ""
-        if head and (compared := _with_glue(runner, trace, steady)) is not None:
+        if others and fits and (compared := _with_glue(runner, trace, steady)) is not None:
             trace, unlike = compared
         elif head:
             head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
-        said = NOTHING_SAID
-        if others and fits and not (head or drawn()):
-            has_lists, said_of = runner.has_lists, partial(runner.said, kept=steady)
-            said = said_of_parts(said_of, total=runner.total, count=request.count, has_lists=has_lists)
         steady.restore()
         in_python = drawn()
     whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
-    whole = (only or whole or unlike or said.by_count) if fits else _KEEPS_SIZES
+    whole = (only or whole or unlike or _without_head(request, trace, headless)) if fits else _KEEPS_SIZES
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
@@ -126,11 +119,18 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         head="" if whole else head,
         headless="" if whole else headless,
         once=once,
-        said=said,
         written=written,
         sets_first=(cold - later - trace.writes) | (first_buffers - once),
         is_for_one_count=bool(only),
     )
+
+
+def _without_head(request: Request, trace: UnitTrace, headless: str) -> str:
+    """Return why batches of a step without a head must not be cut, in words after "since"; "" if they may be."""
+    if not headless or trace.law is not None or request.whole_batch == "by_microbatch":
+        return ""
+    what = "what micro-batches say does not" if trace.loss is None else "losses of micro-batches are not known to"
+    return f"{what} make that of the batch: {headless}"
 
 
 def _with_first_writes(unit: Unit, names: frozenset[str]) -> Unit:
@@ -181,12 +181,12 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
         trace: its units.
         kept: content of the module that runs begin with.
     """
-    if all(unit.is_given_as_is for unit in trace.units) or runner.total < 2:
+    if runner.total < 2 or runner.request.samples is None:
         return trace, ""
     trial = GlueTrial(trace, runner.request.module, runner.request.device)
     try:
         count = min(runner.request.count, runner.total - 1)
-        trial.compare(lambda rows: runner.quietly(rows, kept, StepRecording()), total=runner.total, count=count)
+        trial.compare(lambda rows: runner.quietly(rows, kept), total=runner.total, count=count)
     except Exception as error:  # whatever the step raises for these samples
         log.debug("Whether sub-modules are given what is made of all samples is not known: %s", error)
         return None
@@ -194,7 +194,7 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
         return None
     units = tuple(replace(unit, blocks=trial.blocks.get(k, 1)) for k, unit in enumerate(trace.units))
     why = f"what it gives {trial.unlike} is made of all samples" if trial.unlike else ""
-    return replace(trace, units=units), why
+    return replace(trace, units=units, mixing=tuple(trial.mixing)), why
 
 
 def _separated(
@@ -273,10 +273,11 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         is_random_in_python=False,
         proportional=proportional([one.numbers for one in runs], [one.samples for one in runs]),
         writes=writes,
-        is_proven=run.reductions is not None
-        and is_proven([(one.samples, one.reductions) for one in runs if one.reductions]),
+        rows=rows_said([one.sizes for one in runs], [one.samples for one in runs]),
+        law=run.reductions
+        if run.reductions is not None and is_proven([(o.samples, o.reductions) for o in runs if o.reductions])
+        else None,
         keeping=keeping,
-        has_terms=run.reductions is not None and "sum" in run.reductions.kinds and len(run.reductions.kinds) > 1,
     )
 
 

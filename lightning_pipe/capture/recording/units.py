@@ -14,13 +14,14 @@ in the order of their calls.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from lightning_pipe.capture.python.places import Path
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID, Said
+from lightning_pipe.capture.recording.unit_loss import Reductions
 
 Source = tuple[Literal["unit", "leaf", "parameter", "state"], "int | str"]
 Sources = frozenset[Source]
@@ -166,16 +167,16 @@ class UnitTrace:
         keeping: units inside which the step changes Python state.
         written: Python state that it changes elsewhere.
         proportional: places of the numbers that it returns or logs, and that are in proportion to the samples.
-        said: what is known of other single numbers that it returns or logs.
+        rows: dimension along which what it returns or logs has rows of samples, by place.
         writes: names of the parameters that the step writes to.
         sets_first: names of those, and of buffers, that its first call alone writes to, by the values of its batch.
-        has_terms: whether the loss adds sums over samples to other terms.
         is_for_one_count: whether the step does not run with other numbers of samples, so that nothing tells what
             depends on them.
-        is_proven: whether losses of micro-batches are proven to make that of the batch.
+        law: how the loss is made, if losses of micro-batches are proven to make that of the batch; else None.
         head: whether what lies behind the last unit runs once per batch, on what units gave for all micro-batches:
             "holds", where backwards wait for its gradients; "speaks", where all that the step says is said by it; ""
             where micro-batches say it.
+        mixing: paths of the units that mix samples: they return something else for parts of a batch than for all.
         headless: why there is none for batches that are cut, in words after "since"; "" if there is.
     """
 
@@ -194,11 +195,11 @@ class UnitTrace:
     keeping: frozenset[int] = frozenset()
     written: tuple[WrittenPlace, ...] = ()
     proportional: frozenset[tuple[str, ...]] = frozenset()
-    said: Said = NOTHING_SAID
+    rows: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     writes: frozenset[str] = frozenset()
     sets_first: frozenset[str] = frozenset()
-    has_terms: bool = False
     is_for_one_count: bool = False
-    is_proven: bool = False
+    law: Reductions | None = None
     head: Head = ""
     headless: str = ""
+    mixing: tuple[str, ...] = ()

@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
-from lightning_pipe.capture.recording.said_roles import Said
+from lightning_pipe.capture.recording.unit_loss import unlike_law
 from lightning_pipe.capture.recording.units import Head, UnitTrace
 from lightning_pipe.capture.replayed.module_scope import TrainedParameters
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
@@ -122,34 +122,31 @@ class Replay:
         return self.trace.sets_first
 
     @property
-    def loss_role(self) -> Literal["mean", "sum"]:
-        """Return how losses of micro-batches make that of the batch."""
-        return self.trace.combine
-
-    @property
     def proportional(self) -> frozenset[tuple[str, ...]]:
         """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
         return self.trace.proportional
 
     @property
-    def combining(self) -> Said:
-        """Return how what the step returns, logs or gives to metrics is combined."""
-        return self.trace.said
+    def mixing(self) -> tuple[str, ...]:
+        """Return the paths of the sub-modules that mix samples: they return something else for parts of a batch."""
+        return self.trace.mixing
 
     @property
-    def is_random_in_python(self) -> bool:
-        """Return whether the step draws random numbers of Python or NumPy."""
-        return self.trace.is_random_in_python
+    def rows(self) -> Mapping[tuple[str, ...], int]:
+        """Return the dimension along which what the step returns or logs has rows of samples, by place."""
+        return self.trace.rows
+
+    def unlike_law(self, plays: Sequence[tuple[int, StepRecording]]) -> str:
+        """Return "" if plays with so many samples make their losses as was proven, else what they do."""
+        if self.trace.law is None:
+            return ""
+        laws = [(samples, recording.law) for samples, recording in plays if recording.law is not None]
+        return unlike_law((self.trace.samples, self.trace.law), laws)
 
     @property
     def may_draw(self) -> bool:
         """Return True: nobody knows what the Python of the step draws."""
         return True
-
-    @property
-    def has_unweighed_terms(self) -> bool:
-        """Return whether the loss adds sums over samples to other terms."""
-        return self.trace.has_terms
 
     def averaged_buffers(self) -> tuple[str, ...]:
         """Return (): replicas take whole micro-batches, and what several of them change is the mean by samples."""
@@ -172,8 +169,8 @@ class Replay:
         return f"replayed, its Python runs on every rank. {self.reason}{said}"
 
     def mixed_results(self) -> tuple[str, ...]:
-        """Return, in words, where it says what is no sum, mean or extreme of what micro-batches say."""
-        return self.trace.said.mixed
+        """Return nothing: what micro-batches say otherwise than each other is told when they do."""
+        return ()
 
     @cached_property
     def profile(self) -> Profile:
@@ -226,7 +223,7 @@ class Replay:
         self._now.state = ModuleState(self._request.module, shared=self._shared, copies=True)
         self._now.metrics = None
         self._now.said.clear()
-        self._now.loss_calls, self._now.late = {}, Counter()
+        self._now.late = Counter()
         self._now.trained = self._trained.now()
         self._now.hooks, self._now.left_hooks = HookTables(self._request.module), None
         return []
@@ -248,10 +245,6 @@ class Replay:
         """Return the stages whose plays say something: the last, and those with units that keep Python state."""
         return self._now.speakers
 
-    def loss_calls(self) -> Mapping[str, str]:
-        """Return the calls by which plays of the last stage have made losses since `begin`, and the line of each."""
-        return dict(self._now.loss_calls)
-
     @cached_property
     def _trained(self) -> TrainedParameters:
         return TrainedParameters(self._request.module)
@@ -265,10 +258,6 @@ class Replay:
     def late_changes(self) -> Mapping[str, int]:
         """Return, by name, how many plays since `begin` have changed state that the traced run has not."""
         return dict(self._now.late)
-
-    def with_role(self, role: Literal["mean", "sum"]) -> Replay:
-        """Return the same step with losses of micro-batches combined as means or as sums."""
-        return Replay(self._request, replace(self.trace, combine=role), reason=self.reason)
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""

@@ -24,7 +24,7 @@ import torch
 
 from lightning_pipe.capture.recording.replay_state import speaks
 from lightning_pipe.capture.recording.unit_inputs import Untouched
-from lightning_pipe.capture.replayed.loss_watch import LossWatch
+from lightning_pipe.capture.recording.unit_loss import reductions
 from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
@@ -154,14 +154,14 @@ class StageReplayer:
                 answered_calls(self._step.modules.values(), run.answer),
             ):
                 stack.enter_context(entered)
-            if self._part.is_last and self._step.has_backward and not self._step.head:
-                stack.enter_context(LossWatch(samples, recording.loss_notes, self._now.loss_calls))
             if self._step.trace.escapes:
                 stack.enter_context(answerer)
             self._trained.put(self._now.trained)
             output = run.run(lambda: self._call(samples, key, leaves, run.untouched))
             trained = self._trained.now()
             loss = self._loss(output)
+            if loss is not None and self._step.trace.law is not None and not self._step.head:
+                recording.law = reductions(loss, units=run.made, samples=samples)
             recording.kept = self._left(python, recording)
             if self._part.number not in self._now.speakers:  # so nobody would hear of it
                 self._now.late.update(left.name for left in recording.kept)

@@ -39,7 +39,6 @@ class BatchContext:
         knowing: the stage that knows what the step leaves in a place, by its path, where units of one stage write it.
         said: (micro-batch, first sample, samples, what the step said) of every such play; micro-batch -1 is the batch.
         written_by_glue: places of Python state that glue writes to, by path.
-        loss_calls: the first line of every kind of call by which these plays made their losses.
         trained: which parameters were to get gradients before the batch.
         hooks: of modules before the batch.
         left_hooks: of modules after the last play, if they were others.
@@ -55,7 +54,6 @@ class BatchContext:
     knowing: Mapping[Path, int] = field(default_factory=dict)
     said: list[tuple[int, int, int, StepRecording]] = field(default_factory=list)
     written_by_glue: frozenset[Path] = frozenset()
-    loss_calls: dict[str, str] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
     hooks: HookTables | None = None
     left_hooks: HookTables | None = None

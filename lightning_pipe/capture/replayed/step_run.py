@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
@@ -54,6 +55,7 @@ class StepRun:
         called: numbers of the units that were called.
         asked: sums of the rows of what units were given whose inputs are compared.
         untouched: tensors that glue has not made.
+        made: nodes of autograd's graph that made what units returned.
         touched: path of the first unit that is given others, and was not when it was traced; "" if there is none.
     """
 
@@ -78,6 +80,7 @@ class StepRun:
         self.called: list[int] = []
         self.asked: dict[int, torch.Tensor] = {}
         self.untouched = Untouched()
+        self.made = set[Any]()
         self.touched = ""
 
     def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +99,7 @@ class StepRun:
         own = partial(self._own, number, partial(call, *args, **kwargs))
         result = self._of_others(number) if number < self._part.begin else own()
         self.untouched.note(tensors_in(result) if self._part.is_head else ())
+        self.made.update(get_gradient_edge(tensor).node for tensor in tensors_in(result) if tensor.requires_grad)
         self._seed(2 * number + 2)
         if self._part.stops and number == self._part.end - 1:
             raise _TheRestIsOthers

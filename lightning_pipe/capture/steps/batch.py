@@ -217,29 +217,3 @@ def _content(leaf: Any) -> Any:
         return hashlib.sha256(pickle.dumps(leaf)).digest()
     except Exception:  # whatever an object's own way to be pickled raises; such a batch has one rank
         return id(leaf)
-
-
-def sorted_samples(tensors: Sequence[torch.Tensor], along: Sequence[bool], batch_dim: int) -> list[torch.Tensor] | None:
-    """Return the leaves of a batch with its samples sorted by the leaf that has fewest kinds of them; None if by none.
-
-    Classes and masks have fewer kinds than inputs, and whole numbers are taken before others.
-
-    Args:
-        tensors: the leaves.
-        along: which of them lie along the samples.
-        batch_dim: in which dimension.
-    """
-    ranked = []
-    for number, (tensor, is_cut) in enumerate(zip(tensors, along, strict=True)):
-        if is_cut and tensor.numel():
-            rows = tensor.movedim(batch_dim, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None]
-            key = (rows.abs() if rows.is_complex() else rows).double().sum(1)
-            kinds = len(key.unique())
-            ranked.append((kinds < 2, tensor.is_floating_point(), kinds, number, key))
-    if not ranked:
-        return None
-    is_uniform, *_, key = min(ranked, key=lambda one: one[:4])
-    if is_uniform:
-        return None
-    order = key.argsort(stable=True)
-    return [t.index_select(batch_dim, order) if c else t for t, c in zip(tensors, along, strict=True)]

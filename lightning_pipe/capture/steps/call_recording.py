@@ -29,7 +29,6 @@ from lightning_pipe.capture.steps.record import (
     KeptState,
     LogCall,
     LoggerCall,
-    LossNotes,
     MetricCall,
     MetricRef,
     MetricValue,
@@ -60,7 +59,7 @@ class StepRecording:
         kept: what it left behind in Python state.
         answers: truth values of its tensors that it asked for, where somebody notes them.
         is_whole: whether the run came to the end of the step.
-        loss_notes: how it made its loss, where somebody notes that.
+        law: how it made its loss, where somebody notes that (`recording.unit_loss.Reductions`).
         turned: parameters whose `requires_grad` it has set to another value, which this is; where somebody notes that.
         called: numbers of the units that it has called, where somebody notes that.
         unlike: what units of micro-batches were given that is not what the batch gives them; "" if nothing.
@@ -73,7 +72,7 @@ class StepRecording:
     kept: list[KeptState] = field(default_factory=list)
     answers: list[bool] = field(default_factory=list)
     is_whole: bool = False
-    loss_notes: LossNotes = field(default_factory=LossNotes)
+    law: Any = None
     turned: dict[str, bool] = field(default_factory=dict)
     called: tuple[int, ...] = ()
     unlike: str = ""

@@ -1,8 +1,4 @@
-"""Numbers that a step returns or logs, and that depend on the number of samples: they must be those of the whole batch.
-
-A step sees micro-batches, so `len(y)` is the size of one. What was said with several numbers of samples is compared,
-number by number, and read as a straight line over the samples.
-"""
+"""What a step returns and logs, by place: numbers that depend on the samples, tensors with rows of samples."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
-from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Sized
+from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Ref, Sized
 from lightning_pipe.capture.steps.trees import branches
 
 Call: TypeAlias = LogCall | ObjectCall
@@ -23,6 +19,7 @@ Place: TypeAlias = tuple[str, ...]  # where a number stands: in what was returne
 RETURNED: Place = ("returned",)
 KEPT = "kept"
 VALUE = "value of the call"
+LENGTH = "number of items"
 
 
 def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
@@ -114,6 +111,43 @@ def is_under(place: Place, lists: Collection[Place]) -> bool:
 def numbers_said(returned: Any, calls: Sequence[Call]) -> dict[Place, float]:
     """Return the numbers, but for truth values, in what a step has returned and logged, by place."""
     return {leaf.place: float(leaf.value) for leaf in leaves_said(returned, calls) if is_number(leaf.value)}
+
+
+def sizes_said(returned: Any, calls: Sequence[Call], results: Sequence[torch.Tensor]) -> dict[Place, tuple[int, ...]]:
+    """Return the shapes of the tensors, and the lengths of the lists, that a step has returned and logged, by place.
+
+    Args:
+        returned: what it has returned.
+        calls: what it has logged.
+        results: the tensors that both refer to.
+    """
+    sizes: dict[Place, tuple[int, ...]] = {}
+    for leaf in leaves_said(returned, calls):
+        tensor = leaf.value
+        if isinstance(tensor, Ref) and tensor.name.isdigit():
+            tensor = results[int(tensor.name)]
+        if isinstance(tensor, torch.Tensor):
+            sizes[leaf.place] = tuple(tensor.shape)
+    return sizes | {(*place, LENGTH): (len(one),) for place, one in lists_said(returned, calls)}
+
+
+def rows_said(sizes: Sequence[Mapping[Place, tuple[int, ...]]], counts: Sequence[int]) -> dict[Place, int]:
+    """Return, by place, the dimension along which what a step says has rows of samples, as all runs show it.
+
+    Args:
+        sizes: shapes that were said in each run.
+        counts: samples of each run.
+    """
+    if len({*counts}) < 2:
+        return {}
+    rows: dict[Place, int] = {}
+    for place, shape in sizes[0].items():
+        for dim, size in enumerate(shape):
+            expected = [(*shape[:dim], size * count // counts[0], *shape[dim + 1 :]) for count in counts]
+            if size and [run.get(place) for run in sizes] == expected:
+                rows[place] = dim
+                break
+    return rows
 
 
 def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]) -> frozenset[Place]:

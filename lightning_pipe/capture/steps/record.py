@@ -8,10 +8,8 @@ values combined over micro-batches and replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -183,39 +181,3 @@ class StepRecord:
     returned: Any
     guards: tuple[AnswerGuard, ...]
     kept: tuple[KeptState, ...] = ()
-
-
-@dataclass(frozen=True)
-class Denominator:
-    """What a call divides a loss by: the user's line, and the value."""
-
-    line: str
-    value: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Bend:
-    """A call that bends a single number: the user's line, and where the result lies beside its arguments."""
-
-    line: str
-    side: torch.Tensor
-
-
-@dataclass(frozen=True)
-class LossNotes:
-    """How one run of a step made its loss.
-
-    Attributes:
-        denominators: what it was divided by, in the order of the calls.
-        bends: calls that bent single numbers.
-    """
-
-    denominators: list[Denominator] = field(default_factory=list)
-    bends: list[Bend] = field(default_factory=list)
-
-    def on_host(self) -> LossNotes:
-        """Return the same with its values on the host."""
-        return LossNotes(
-            [replace(one, value=one.value.cpu()) for one in self.denominators],
-            [replace(one, side=one.side.cpu()) for one in self.bends],
-        )

@@ -125,23 +125,6 @@ def _of_batch(
     return batch | {one.name: one.of(batch, sum(sizes)) for one in captured.derived}
 
 
-def run_forward(
-    captured: Route, request: Request, tensors: Sequence[torch.Tensor], *, sizes: tuple[int, ...], key: RandomKey
-) -> list[Mapping[str, Content]]:
-    """Run the captured step by micro-batches, without a backward; return their results.
-
-    Arguments are those of `run_captured`.
-    """
-    key = replace(key, batch_samples=sum(sizes))
-    stages, buffers = _whole(captured, request, sizes=sizes, training=False)
-    results: list[Mapping[str, Content]] = []
-    for number, parts in enumerate(_parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)):
-        own = Slice(sizes[number], replace(key, microbatch=number), mean_weight=1.0, sum_weight=1.0)
-        results.append(stages.forward(number, parts, own))
-    stages.finish()
-    return results
-
-
 class _Stages:
     """The stages of a split on one device.
 

@@ -18,14 +18,12 @@ class BatchCuts:
     Attributes:
         given: the plan of the user's file; None without one.
         plan: the plan; None until there is one.
-        fewest: samples that a part of a batch needs.
     """
 
     def __init__(self, config: DappleConfig) -> None:
         self._config = config
         self.given: Plan | None = None
         self.plan: Plan | None = None
-        self.fewest = 1
 
     @property
     def planned(self) -> Plan:
@@ -75,7 +73,7 @@ class BatchCuts:
         for count in range(min(samples, 1 if capture.whole else plan.microbatches), 0, -1):
             sizes = microbatch_sizes(samples, count)
             parts = slices(plan.layout, sizes) if capture.is_sliceable else sizes  # else replicas take turns
-            if (count == 1 or min(parts) >= self.fewest) and not any(capture.misfit(size) for size in parts):
+            if not any(capture.misfit(size) for size in parts):
                 return sizes
         return ()
 
@@ -83,12 +81,6 @@ class BatchCuts:
         """Return the samples of the smallest parts in which a batch is computed."""
         sizes = self.sizes(capture, samples)
         return pieces(self.planned.layout, sizes) if capture.is_sliceable and sizes else sizes
-
-    def ways(self, capture: Route, samples: int) -> frozenset[str]:
-        """Return what is done to a batch that may make another result of it than the whole batch gives."""
-        parts = self.parts(capture, samples)
-        ways = {"cut": len(parts) > 1, "shared by replicas": parts != self.sizes(capture, samples)}
-        return frozenset(way for way, is_gone in ways.items() if is_gone)
 
     def largest_slice(self, samples: int) -> int:
         """Return the most samples that a compute has of a batch."""

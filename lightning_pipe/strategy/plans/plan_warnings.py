@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 
-from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_pipe.capture.steps.backward_hooks import hooked_modules
-from lightning_pipe.core.graph import CALL, Graph
+from lightning_pipe.capture.steps.stage_program import Split
+from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
+from lightning_pipe.core.program import Layout
 from lightning_pipe.lightning_names import (
     pl,
     rank_zero_warn,
@@ -26,16 +28,31 @@ def warn_of_backward_hooks(module: pl.LightningModule) -> None:
         )
 
 
-def warn_of_mixing(plan: Plan, graph: Graph, *, measured: bool) -> None:
-    """Warn of what micro-batches (unless that was measured, and said) and slices of them change."""
-    nodes = (node for node in graph.nodes if node.name in graph.coupled and node.op != CALL)
-    mixed = dict.fromkeys(node.module or node.op for node in nodes)
-    is_cut = plan.microbatches > 1 and not measured
-    if mixed and (is_cut or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
-        rank_zero_warn(
-            f"Samples are mixed in {', '.join(mixed)}: it sees micro-batches (or slices) instead of whole batches, as "
-            "with gradient accumulation, so results differ a little from those of one device without accumulation."
-        )
+def warn_of_batch_statistics(plan: Plan, graph: Graph) -> None:
+    """Warn of batch norms, which take the statistics of micro-batches, and of slices of them."""
+    norms = [node for node in graph.nodes if node.name in graph.coupled and "batch_norm" in node.op]
+    if norms and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
+        rank_zero_warn(_mixed(dict.fromkeys(node.module or node.op for node in norms)))
+
+
+def warn_of_mixing(captured: Captured, *, known: Set[str]) -> set[str]:
+    """Warn of sub-modules of a replayed step that mix samples.
+
+    Returns:
+        Their paths; those that are `known` have been told.
+    """
+    plays = captured.capture.plays
+    if plays is not None and (new := [path for path in plays.mixing if path not in known]):
+        rank_zero_warn(_mixed(new))
+        return {*new}
+    return set()
+
+
+def _mixed(names: Iterable[str]) -> str:
+    return (
+        f"Samples are mixed in {', '.join(names)}: it sees micro-batches (or slices) instead of whole batches, as with "
+        "gradient accumulation, so results differ a little from those of one device without accumulation."
+    )
 
 
 def warn_of_whole_batches(method: str, why: str) -> None:
@@ -80,4 +97,11 @@ def warn_of_buffers_by_parts(captured: Captured, *, count: int, known: Set[str])
 
 def _is_of_norm(captured: Captured, buffer: str) -> bool:
     owner = captured.request.module.get_submodule(buffer.rpartition(".")[0])
-    return isinstance(owner, nn.modules.batchnorm._BatchNorm)
+    return isinstance(owner, _BatchNorm)
+
+
+def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
+    """Name the buffers that replicas would change for their own samples, and whose mean no device would have."""
+    averaged = set(captured.capture.averaged_buffers())
+    replicated = (program for program in split.stages if len(layout.stages[program.stage]) > 1)
+    return sorted(averaged & {name for program in replicated for name in program.mutations})

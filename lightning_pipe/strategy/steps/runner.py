@@ -16,7 +16,6 @@ import torch
 
 from lightning_pipe.capture.replayed.head_words import head_words
 from lightning_pipe.capture.replayed.replay_values import LOSS
-from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
 from lightning_pipe.core.program import Layout, VerifiedProgram
@@ -30,8 +29,7 @@ from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
-from lightning_pipe.strategy.steps.captured import AS_ACCUMULATION, Captured
-from lightning_pipe.strategy.steps.merge_logs import bent_unlike, combined, gathered, unequally_divided, uneven
+from lightning_pipe.strategy.steps.merge_logs import combined, gathered, uneven
 from lightning_pipe.strategy.steps.rounds import Rounds, chained
 from lightning_pipe.strategy.steps.state_snapshot import StateSnapshot
 from lightning_pipe.strategy.steps.step_calls import TRAINING, FollowingBatch, RunOptions, StepRequest, StepResult
@@ -47,7 +45,6 @@ class Runner:
         later: looks whether optimizer steps were right; None where ranks wait for each other.
         versions: name of the policy of weight versions.
         policy: that policy; None for pipelines that are flushed.
-        cuts_as_told: whether the user has said into how many micro-batches batches are cut.
         batch_dim: dimension of the batch's tensors along which samples lie.
         device: where this rank computes.
 
@@ -65,20 +62,16 @@ class Runner:
         later: PostValidation | None,
         versions: str = "sync",
         policy: WeightPolicy | None = None,
-        cuts_as_told: bool,
         batch_dim: int,
         device: torch.device,
     ) -> None:
         self._links, self._weights, self._later = links, weights, later
-        self._cuts_as_told, self._batch_dim, self._device = cuts_as_told, batch_dim, device
+        self._batch_dim, self._device = batch_dim, device
         self.rounds = Rounds(versions, links, policy)
         self.seed = 0
         self._trained = 0
         self.reduced = False
-        self._warned = False
-        self._loss_calls: set[str] | None = None  # of the first batch, as far as they were seen here
         self._unknown: set[str] = set()
-        self._bent = False
         self._late: set[str] = set()
         self._leaving: RankStep | None = None  # whose sums may be under way
 
@@ -133,7 +126,7 @@ class Runner:
         self.rounds.end()
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
-        record, values, differing, lasts, bent = step.capture.record, collected.values, "", True, ""
+        record, values, differing = step.capture.record, collected.values, ""
         if (plays := step.capture.plays) is not None:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
             words = gathered(plays.said(), tuple(speakers), self._links.control)
@@ -143,13 +136,11 @@ class Runner:
                 record, said_values = headed.record(self._device)
                 values = {**values, **said_values}
             else:
-                differing, lasts = uneven(words, how=plays.combining, sizes=plays.proportional)
-                bent = bent_unlike(words)
-            if training and headed is None:
-                differing = differing or self._unweighable(step.captured, unequally_divided(words))
+                differing = uneven(words, rows=plays.rows)
+                differing = differing or plays.unlike_law([(n, one) for *_, n, one in words if one.is_whole])
             if headed is None and (not differing or len(sizes) == 1):
                 record, said, unknown = combined(
-                    words, device=self._device, proportional=plays.proportional, how=plays.combining
+                    words, device=self._device, proportional=plays.proportional, rows=plays.rows
                 )
                 values = {**values, **said}
                 self._warn_of_unknown(unknown)
@@ -160,9 +151,6 @@ class Runner:
             for one in step.capture.derived:
                 if one.state:
                     self._weights.buffers[one.state].copy_(made[one.name])
-        if training:
-            self._warn_of_another_loss(step.capture, call.method, parts=len(sizes))
-            self._warn_of_bent_loss(step.captured, bent)
         values = {**values, **made}
         return StepResult(
             record,
@@ -176,7 +164,6 @@ class Runner:
             before,
             collected.votes["stop"] > 0,
             differing,
-            lasts,
             collected.votes["late"] > 0,
         )
 
@@ -197,41 +184,6 @@ class Runner:
             jobs.append(replace(job, samples=sum(batch.sizes), buffers=numbers))
         return chained(jobs)
 
-    def _unweighable(self, captured: Captured, unequal: Sequence[str]) -> str:
-        """Return why batches are not cut whose replayed loss would weigh micro-batches wrongly; warn once if they are.
-
-        They are, with "" as the reason, where the user has said into how many, and where no numbers have told what the
-        loss is made of.
-
-        Args:
-            captured: the step.
-            unequal: lines where something is divided by what is not in proportion to samples.
-        """
-        line = next((line for line in unequal if line not in captured.harmless), "")
-        if not line:
-            return ""
-        what = f"divides at {line} by what is not the same for all micro-batches of a batch"
-        if captured.is_weighed and not self._cuts_as_told:
-            return f"its loss {what}"
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(
-                f"The loss {what}, and a replayed step does not know that of the batch: so micro-batches weigh by "
-                'their samples, as with gradient accumulation. Set microbatches=1, or capture="joint" if the step can '
-                "be one graph. (Such batches stay whole where neither `microbatches` nor `check` is set.)"
-            )
-        return ""
-
-    def _warn_of_bent_loss(self, captured: Captured, bent: str) -> None:
-        """Warn once where micro-batches do not make the loss of the batch, as far as that has not been told."""
-        if bent and not self._bent and not captured.differs:
-            self._bent = True
-            rank_zero_warn(
-                f"Micro-batches do not give what the whole batch gives: {bent} does something else to the numbers of "
-                "some of them than to those of others. Gradients differ likewise, from now on without a word. "
-                f"{AS_ACCUMULATION}"
-            )
-
     def _warn_of_late_changes(self, late: Mapping[str, int], method: str, layout: Layout) -> None:
         """Warn once where plays change a buffer as one device does not: once each, or every replica its own."""
         new = {name: plays for name, plays in late.items() if name not in self._late}
@@ -251,22 +203,6 @@ class Runner:
                     f"on the first one: {how}, and not once as on one device. {avoided} has no such difference.",
                     stacklevel=2,
                 )
-
-    def _warn_of_another_loss(self, capture: Route, method: str, *, parts: int) -> None:
-        """Warn, on the rank that knows, where a replayed loss is made by calls that the first batch did not have."""
-        if capture.plays is None or not (calls := capture.plays.loss_calls()):
-            return
-        known = {*calls} if self._loss_calls is None else self._loss_calls
-        self._loss_calls = known | {*calls}
-        if (new := {call: line for call, line in calls.items() if call not in known}) and parts > 1:
-            named = "; ".join(f"{call} at {line}" for call, line in new.items())
-            warnings.warn(
-                f"{method} calls {named}, which it did not do on its first batch. A replayed step does not know what "
-                "that makes of the samples: losses of micro-batches are combined as before, which is wrong where it is "
-                'a sum instead of a mean, or neither. Set microbatches=1, or capture="joint" if the step can be one '
-                "graph.",
-                stacklevel=2,
-            )
 
     def _warn_of_unknown(self, unknown: Sequence[str]) -> None:
         """Warn once of every result that differs between micro-batches, and of which nothing is known."""

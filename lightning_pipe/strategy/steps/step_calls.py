@@ -151,7 +151,6 @@ class StepResult(StepSaid):
         state_bytes: bytes of parameters, gradients and buffers of this rank before the run, if memory was measured.
         stop: whether any rank was asked to stop when it had run its forwards.
         differing: what was not the same for all micro-batches and is one thing for the batch; "" if nothing was.
-        lasts: whether that may be so in every batch.
         is_unlike_trace: whether a play on any rank has changed what the traced run has not: a buffer, an attribute.
     """
 
@@ -163,7 +162,6 @@ class StepResult(StepSaid):
     state_bytes: int = 0
     stop: bool = False
     differing: str = ""
-    lasts: bool = True
     is_unlike_trace: bool = False
 
     @property

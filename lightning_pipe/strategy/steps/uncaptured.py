@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Request
-from lightning_pipe.capture.recording.said_roles import NOTHING_SAID
 from lightning_pipe.capture.replayed.head_words import Words
 from lightning_pipe.capture.replayed.module_scope import keyed
 from lightning_pipe.capture.replayed.replay_values import finish
@@ -78,7 +77,7 @@ class UncapturedSteps:
         with weights.whole(placed=weights.room().placed):
             control.agreed(run, source=0, what="whether the step has run")
         heard = gathered(words, (0,), control)
-        record, values, _ = combined(heard, device=self._setup.device, how=NOTHING_SAID)
+        record, values, _ = combined(heard, device=self._setup.device, rows={})
         return StepSaid(record, values, samples)
 
     def _request(self, call: StepRequest) -> Request:
