@@ -218,8 +218,8 @@ class GlueTrial:
         outputs = zip(pieces, unit.outputs, strict=True)
         whole = [joined(tensors, output.batch_dim or 0, blocks=blocks) for tensors, output in outputs]
         for own, tensor in zip(found_in(call(), torch.Tensor), whole, strict=True):
-            sums = (row_sums([one], samples, self._device, blocks=blocks) for one in (own, tensor))
-            if not is_alike(*sums):
+            pair = (row_sums([one], samples, self._device, blocks=blocks) for one in (own, tensor))
+            if not is_alike(*pair):
                 self.mixing[unit.path] = None
         return mapped(unit.template, LeafSlot, lambda slot: whole[slot.index])
 
