@@ -238,10 +238,3 @@ def test_names_of_schedules_are_read_in_any_case():
     for name in SCHEDULES:
         assert schedule_name(name.upper(), SCHEDULES) == name
     assert schedule_name("unheard of", SCHEDULES) == "unheard of"
-
-
-def test_a_file_says_how_batches_are_cut_also_where_it_is_not():
-    """Every rank asks, and the file may lie on the host of rank 0 alone."""
-    for said in ({"microbatches": 2}, {"schedule": "not/here.csv"}, {"plan": "not/here.yaml"}):
-        assert DappleConfig(**said).cuts_as_told
-    assert not DappleConfig(schedule="gpipe", layout="1-1").cuts_as_told

@@ -101,9 +101,7 @@ def test_no_parameters_step_with_sums_that_were_left_and_end_after_a_failure_was
         trained.transport.reached = lambda: Aborted(guard)  # type: ignore[method-assign]
     control = ControlPlane(None, rank=0, ranks=1, wait=trained.watch.wait)
     links: Any = Connections(trained.transport, control, trained.watch)
-    runner = Runner(
-        links, weights=Weights(module_of(CASE), control), later=None, cuts_as_told=False, batch_dim=0, device=CPU
-    )
+    runner = Runner(links, weights=Weights(module_of(CASE), control), later=None, batch_dim=0, device=CPU)
     leaving: Any = trained
     runner._leaving = leaving
     with pytest.raises(PeerFailure, match="Rank 1 failed at 1F0 of step 7"):
