@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.capture import capture
+from lightning_pipe.capture import sliced_capture
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
 
@@ -47,7 +47,7 @@ def fitted(options: dict[str, Any] | None, counts: bool = False) -> tuple[list[f
     batches = [torch.randint(WORDS, (4, length), generator=generator) for length in LENGTHS]
     trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[losses])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture, "trace", lambda request, trace=capture.trace: traced.append(1) or trace(request))
+        patch.setattr(sliced_capture, "trace", lambda request, trace=sliced_capture.trace: traced.append(1) or trace(request))
         trainer.fit(module, DataLoader(batches, batch_size=None))
     return losses.losses, module.lengths, len(traced)
 

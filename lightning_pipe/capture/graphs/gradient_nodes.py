@@ -1,7 +1,8 @@
 """Rewrites of a fresh joint graph after which every gradient of a parameter has a node of its own.
 
 Input and weight gradients of convolutions are made by separate nodes, so that I and W can be separated. Parameters
-whose gradients are one tensor get copies of it.
+whose gradients are one tensor get copies of it. Copies of state stand beside their readers, so that a cut can lie before
+them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 def with_gradients_apart(joint: JointGraph) -> JointGraph:
     """Return a fresh graph, changed in place, in which every gradient of a parameter has a node of its own."""
     split_input_and_weight_gradients(joint)
+    put_copies_beside_readers(joint)
     return with_own_gradients(joint)
 
 
@@ -36,6 +38,14 @@ def split_input_and_weight_gradients(joint: JointGraph) -> None:
         for user in reversed([u for u in node.users if u.args[1] != 0]):
             user.args = (weight, user.args[1])
             weight.append(user)  # so that the gradient can be given away at once
+
+
+def put_copies_beside_readers(joint: JointGraph) -> None:
+    """Move the copy that is made of a buffer before the step to its first reader, in place."""
+    order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
+    for node in [n for n in order if n.target is torch.ops.aten.clone.default and n.args[0].op == "placeholder"]:
+        if node.args[0].name in joint.buffers and node.users:
+            min(node.users, key=order.__getitem__).prepend(node)
 
 
 def with_own_gradients(joint: JointGraph) -> JointGraph:
