@@ -110,13 +110,6 @@ class Capture:
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.joint.module.graph.nodes))
 
-    def averaged_buffers(self) -> tuple[str, ...]:
-        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has.
-
-        The mean of the replicas is what batch statistics become.
-        """
-        return state_by_parts(self.joint, self.flow)
-
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""
         return state_by_parts(self.joint, self.flow)

@@ -182,10 +182,6 @@ class Route(Protocol):
         """Return whether the step may draw random numbers of torch."""
         ...
 
-    def averaged_buffers(self) -> tuple[str, ...]:
-        """Name the buffers that replicas of a stage must not change apart: their mean is not what one device has."""
-        ...
-
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that every micro-batch changes for its samples, but for batch statistics."""
         ...

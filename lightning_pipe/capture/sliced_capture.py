@@ -49,10 +49,6 @@ class SlicedCapture(Capture):
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.whole_graph.module.graph.nodes))
 
-    def averaged_buffers(self) -> tuple[str, ...]:
-        """Return nothing: buffers become what the batch makes them, wherever its samples are."""
-        return ()
-
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Return nothing: buffers become what the batch makes them."""
         return ()

@@ -266,7 +266,7 @@ class PlanMaker:
         Raises:
             _StaysWhole: if they would.
         """
-        if captured.capture.whole or not captured.capture.averaged_buffers():
+        if captured.capture.whole or not captured.capture.buffers_by_parts():
             return
         if names := kept_by_replicas(captured, self._preparation.split(captured, cuts), self._cuts.planned.layout):
             raise _StaysWhole(f"what it keeps in the buffer {', '.join(names)} depends on the samples")

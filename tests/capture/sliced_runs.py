@@ -217,5 +217,5 @@ def deviation_of_parts(
     key = RandomKey(0, 0, 0)
     with on_one_device(capture, request, sum(sizes)) as prepare, NoRandomness():
         plain = plain_run(capture, request, prepare(leaves), key, matched=False)
-        _, gradients, loss = run_captured(capture, request, prepare(leaves), sizes=sizes, key=key, role="sum")
+        _, gradients, loss = run_captured(capture, request, prepare(leaves), sizes=sizes, key=key)
     return max(difference.relative for difference in compared(plain, loss, gradients))

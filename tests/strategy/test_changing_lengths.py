@@ -47,7 +47,9 @@ def fitted(options: dict[str, Any] | None, counts: bool = False) -> tuple[list[f
     batches = [torch.randint(WORDS, (4, length), generator=generator) for length in LENGTHS]
     trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1, callbacks=[losses])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sliced_capture, "trace", lambda request, trace=sliced_capture.trace: traced.append(1) or trace(request))
+        patch.setattr(
+            sliced_capture, "trace", lambda request, trace=sliced_capture.trace: traced.append(1) or trace(request)
+        )
         trainer.fit(module, DataLoader(batches, batch_size=None))
     return losses.losses, module.lengths, len(traced)
 

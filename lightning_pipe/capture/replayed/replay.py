@@ -148,10 +148,6 @@ class Replay:
         """Return True: nobody knows what the Python of the step draws."""
         return True
 
-    def averaged_buffers(self) -> tuple[str, ...]:
-        """Return (): replicas take whole micro-batches, and what several of them change is the mean by samples."""
-        return ()
-
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that units change for the samples of every micro-batch."""
         changed = dict.fromkeys(name for unit in self.trace.units for name in unit.mutations)

@@ -47,7 +47,6 @@ def run_captured(
     *,
     sizes: tuple[int, ...],
     key: RandomKey,
-    role: str | None = None,
 ) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
     """Run the captured step by micro-batches, whose gradients are added to those that are there.
 
@@ -57,7 +56,6 @@ def run_captured(
         tensors: leaves of all samples.
         sizes: samples of the micro-batches.
         key: of the random numbers of the first.
-        role: whether losses are combined as "mean" or "sum"; by default as the captured step says.
 
     Returns:
         Results of the micro-batches (of those that are made of others, what guards ask for), gradients by canonical
@@ -66,9 +64,8 @@ def run_captured(
     key = replace(key, batch_samples=sum(sizes))
     module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
     stages, buffers = _whole(captured, request, sizes=sizes, training=True)
-    how = role or ("sum" if value.combine == "sum" else "mean")
     results: list[Mapping[str, Content]] = []
-    weights = [1.0 if how == "sum" else samples / sum(sizes) for samples in sizes]
+    weights = [1.0 if value.combine == "sum" else samples / sum(sizes) for samples in sizes]
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
     slices = [
         Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)

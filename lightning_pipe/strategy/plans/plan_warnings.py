@@ -101,7 +101,12 @@ def _is_of_norm(captured: Captured, buffer: str) -> bool:
 
 
 def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
-    """Name the buffers that replicas would change for their own samples, and whose mean no device would have."""
-    averaged = set(captured.capture.averaged_buffers())
+    """Name the buffers that replicas would change for their own samples, and whose mean no device would have.
+
+    Those of a replayed step become the mean of its micro-batches wherever they run.
+    """
+    if captured.capture.plays is not None:
+        return []
+    changed = {*captured.capture.buffers_by_parts()}
     replicated = (program for program in split.stages if len(layout.stages[program.stage]) > 1)
-    return sorted(averaged & {name for program in replicated for name in program.mutations})
+    return sorted(changed & {name for program in replicated for name in program.mutations})
