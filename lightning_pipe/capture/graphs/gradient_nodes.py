@@ -1,8 +1,8 @@
 """Rewrites of a fresh joint graph after which every gradient of a parameter has a node of its own.
 
 Input and weight gradients of convolutions are made by separate nodes, so that I and W can be separated. Parameters
-whose gradients are one tensor get copies of it. Copies of state stand beside their readers, so that a cut can lie before
-them.
+whose gradients are one tensor get copies of it. Copies of state stand beside their readers, so that a cut can lie
+before them.
 """
 
 from __future__ import annotations
