@@ -370,7 +370,6 @@ def warned(kind: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("remembering", "writes to the parameter centers: once for each of 2 micro-batches"),
         ("module hooks", "The hook on the backward of net.0 runs once for each micro-batch"),
         ("zeroing", "on_before_zero_grad is called before the forward"),
         ("measuring", "trainer.strategy.grad_norm() is the norm of all"),
@@ -387,6 +386,17 @@ def test_a_parameter_that_moves_with_weights_alone_does_so_once_per_batch() -> N
     options = {"layout": "1", "microbatches": 2, "capture": "joint"}
     assert not [text for text in warned("teaching", options) if "writes to the parameter" in text]
     assert_as_on_one_device(fitted(Teaching(), options), fitted(Teaching(), None))
+
+
+def remembered(options: dict[str, Any] | None) -> tuple[Any, ...]:
+    return fitted(Remembering(), options)
+
+
+def test_a_parameter_that_moves_with_samples_does_so_once_per_batch() -> None:
+    """Every micro-batch moved it for its own samples."""
+    expected = remembered(None)
+    for found in World(2).run(remembered, TWO):
+        assert_as_on_one_device(found, expected)
 
 
 def test_a_module_may_write_to_its_weights_if_batches_stay_whole() -> None:

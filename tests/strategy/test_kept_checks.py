@@ -26,10 +26,6 @@ def as_it_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def less_the_mean(x: torch.Tensor) -> torch.Tensor:
-    return x - x.mean(0)
-
-
 class Chain(pl.LightningModule):
     """Two linear layers with something between them, a buffer, and a number that the step reads."""
 
@@ -87,10 +83,6 @@ def test_a_check_is_made_once_for_the_very_same_and_again_for_anything_else(fit:
     for tensor in (lambda module, batch: batch, lambda module, batch: module.one.weight, lambda m, b: m.shift):
         assert fit(lambda module, batch, tensor=tensor: tensor(module, batch)[0].add_(1e-6)) == 1
     assert fit(cache="off") == 1
-
-
-def test_a_warning_of_the_check_comes_at_every_start(fit: Callable[..., int]) -> None:
-    assert [fit(between=less_the_mean) for _ in range(2)] == [1, 1]
 
 
 def test_what_runs_from_no_file_is_compared_at_every_start(

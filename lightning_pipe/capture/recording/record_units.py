@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_pipe.capture.device_streams import finish_stream
@@ -309,6 +311,8 @@ class UnitRecorder:
             for t, c in zip(self._tensors, self._cut, strict=True)
         ]
         no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
+        random.seed(0)  # whoever draws from Python's generators puts them back
+        np.random.seed(0)
         with kept.keeper, self._scene(StepRecording()), no_randomness:
             yield partial(self._call, leaves)
 

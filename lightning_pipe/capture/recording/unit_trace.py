@@ -104,7 +104,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             head, headless = head_of(request, trace, first_draws, hooked=hooked, drawn=drawn())
         unlike = ""
         if others and fits and (compared := _with_glue(runner, trace, steady)) is not None:
-            trace, unlike = compared
+            trace, unlike = compared if not drawn() else (compared[0], "")
         elif head:
             head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
         steady.restore()

@@ -282,6 +282,13 @@ class Weights:
         value = _on_host(current) if self.has(name) else torch.empty(current.shape, dtype=current.dtype)
         return self._control.copy(value, source=known[0], what=f"the value of {name}")
 
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Give a buffer, or a parameter that this rank holds, the value that every rank has made of it."""
+        if name in self.buffers:
+            self.buffers[name].copy_(value)
+        elif self.holds(first := self.first_name(name)):
+            self._real[first].copy_(value)
+
     def holds(self, name: str) -> bool:
         """Return whether this rank holds a parameter, by its canonical name."""
         return self._is_whole or name not in self._holders or self._control.rank in self._holders[name]

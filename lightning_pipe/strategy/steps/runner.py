@@ -150,7 +150,7 @@ class Runner:
         with torch.no_grad():
             for one in step.capture.derived:
                 if one.state:
-                    self._weights.buffers[one.state].copy_(made[one.name])
+                    self._weights.write(one.state, made[one.name])
         values = {**values, **made}
         return StepResult(
             record,
