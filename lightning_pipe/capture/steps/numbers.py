@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 
+from lightning_pipe.capture.steps.metric_result import is_result
 from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Ref, Sized
 from lightning_pipe.capture.steps.trees import branches
 
@@ -126,7 +127,7 @@ def sizes_said(returned: Any, calls: Sequence[Call], results: Sequence[torch.Ten
         tensor = leaf.value
         if isinstance(tensor, Ref) and tensor.name.isdigit():
             tensor = results[int(tensor.name)]
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and not is_result(tensor):
             sizes[leaf.place] = tuple(tensor.shape)
     return sizes | {(*place, LENGTH): (len(one),) for place, one in lists_said(returned, calls)}
 
