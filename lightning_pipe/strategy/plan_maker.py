@@ -38,6 +38,8 @@ from lightning_pipe.strategy.steps.step_runtime import agree, slices
 
 log = logging.getLogger(__name__)
 
+_FEWEST = 3  # samples of a check: two unequal parts; of a single one there is no variance
+
 
 class _WrongCapture(CaptureError):
     """The captured graph of a step does not compute what the step computes."""
@@ -316,6 +318,7 @@ class PlanMaker:
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one; return whether it was compared."""
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
+        first = min(samples, max(first, _FEWEST))
         if captured.capture.misfit_of_results(first):
             first = samples  # a graph of batches of this size alone says nothing of smaller ones
         return self._compared(captured, call, samples=first).is_compared
