@@ -21,6 +21,7 @@ from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import options_with_forwards_first
 from lightning_pipe.schedule.verification.verify import verify
 
 SIZES = (3, 1, 2)
@@ -41,7 +42,8 @@ class Runs:
         self.job = BatchInput(leaves, cut, offsets, seed=3)
 
     def program(self, join: int) -> VerifiedProgram:
-        order = order_of("2bp", layout=self.layout, microbatches=len(SIZES))
+        options = options_with_forwards_first("2bp") if self.split.traffic.head else {}
+        order = order_of("2bp", layout=self.layout, microbatches=len(SIZES), options=options)
         return verify(lower(order, layout=self.layout, sizes=SIZES, traffic=self.split.traffic, join=join))
 
     def gradients(self, join: int) -> dict[tuple[int, str], torch.Tensor]:
