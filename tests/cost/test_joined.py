@@ -35,7 +35,7 @@ class Runs:
         self.split, self.loss = capture.split(cuts), capture.record.loss
         self.layout = Layout(tuple((s,) for s in range(len(cuts) + 1)))
         self._module = module
-        tensors = tuple(flatten(batch)[0])
+        tensors = tuple(t[: sum(SIZES)] if t.ndim else t for t in flatten(batch)[0])
         offsets = tuple(sum(SIZES[:m]) for m in range(len(SIZES)))
         cut = tuple(t.ndim > 0 for t in tensors)
         leaves, cut = capture.with_totals(tensors, cut=cut, sizes=SIZES, buffers=dict(module.named_buffers()))
