@@ -93,6 +93,10 @@ class ChainPrices:
         """Return nothing: the chain has no head."""
         return 0.0
 
+    def head_bytes(self, samples: int) -> tuple[int, int]:
+        """Return nothing: the chain has no head."""
+        return 0, 0
+
     def step_s(self, rank: int) -> float:
         return 0.0
 

@@ -221,7 +221,7 @@ class Capture:
         """Return the same step with every node taken for one that may mix samples, so that replicas share none."""
         unknown = dict.fromkeys((name for name in self.kinds.placed if name not in self.flow.coupled), UNKNOWN_MIXING)
         flow = replace(self.flow, coupled={**self.flow.coupled, **unknown})
-        graph = replace(graph_of_nodes(self.joint, self.kinds, flow, self.aliases), head=self.graph.head)
+        graph = graph_of_nodes(self.joint, self.kinds, flow, self.aliases, self.graph.head)
         return replace(self, flow=flow, graph=graph)
 
     def left_whole(self, reason: str) -> Capture:

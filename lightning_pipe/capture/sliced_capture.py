@@ -143,7 +143,7 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | N
         return None
     kinds, aliases = classify(step.joint), canonical_names(request.module)
     return SlicedCapture(
-        graph=replace(graph_of_nodes(step.joint, kinds, step.flow, aliases), head=step.head),
+        graph=graph_of_nodes(step.joint, kinds, step.flow, aliases, step.head),
         record=step.joint.record,
         joint=step.joint,
         kinds=kinds,

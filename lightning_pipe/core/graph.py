@@ -92,11 +92,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor that an operation makes, or a field of the batch.
+    """One tensor that an operation or the head makes, or a field of the batch.
 
     Attributes:
         name: unique name in the graph.
-        maker: index of the operation that makes it; -1 for a field of the batch, which stage 0 loads.
+        maker: index of the operation that makes it; -1 for a field of the batch, which stage 0 loads, and for what the
+            head makes (`HeadWork.makes`).
         base: index of the tensor of which it is a view, -1 if it has memory of its own. Where both are in one stage
             they share memory; a view that travels to another stage arrives with memory of its own.
         bytes_per_sample: bytes that every sample adds.
@@ -128,6 +129,8 @@ class HeadWork:
         op: this operation, e.g. `aten.logsumexp.default`.
         bytes_per_sample: bytes that are put together, of what has samples.
         fixed_bytes: bytes of what every micro-batch has one value of.
+        reads: the tensors of the graph that are put together; () if the graph has not all of them.
+        makes: the tensors of the graph that it makes, on the last stage; () likewise.
         flops: floating point operations for the captured samples.
         touched_bytes: bytes read and written for the captured samples.
         holds_backwards: whether gradients need it; else results only.
@@ -135,8 +138,10 @@ class HeadWork:
 
     line: str
     op: str
-    bytes_per_sample: float
+    bytes_per_sample: float = 0.0
     fixed_bytes: int = 0
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
     flops: int = 0
     touched_bytes: int = 0
     holds_backwards: bool = True
@@ -185,6 +190,16 @@ class Graph:
     buffer_bytes: dict[str, int] = field(default_factory=dict)
     lasting: frozenset[int] = frozenset()
     head: HeadWork | None = None
+
+    @property
+    def head_reads(self) -> tuple[int, ...]:
+        """Return the tensors that the head reads; none if there is no head, or the graph has not all of them."""
+        return () if self.head is None else self.head.reads
+
+    @property
+    def head_makes(self) -> tuple[int, ...]:
+        """Return the tensors that the head makes; none likewise."""
+        return () if self.head is None else self.head.makes
 
     @cached_property
     def has_checkpoints(self) -> bool:

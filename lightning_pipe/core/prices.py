@@ -65,6 +65,13 @@ class Prices(Protocol):
         """
         ...
 
+    def head_bytes(self, samples: int) -> tuple[int, int]:
+        """Return the bytes that the last stage has of a micro-batch for the head alone, and those that the head makes.
+
+        The former are there from F to the head, the latter from the head to the end of I (or B).
+        """
+        ...
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank."""
         ...

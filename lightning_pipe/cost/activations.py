@@ -179,7 +179,7 @@ class _WithPolicy:
         self._early = self._lazily(self._with_repeated({*self._placed(self._before.input_grad), *moved}))
         self._terms = frozenset(t for t, _ in self._before.gradients)
         graph = tables.graph
-        self._handed_out = self._terms.union(graph.results, (t for t, _ in graph.updates))
+        self._handed_out = self._terms.union(graph.results, (t for t, _ in graph.updates), graph.head_reads)
 
     def work(self) -> StageWork:
         held = {t for t in self._read_again if t in self._memories.arrived} - {*self._before.results}

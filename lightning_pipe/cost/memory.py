@@ -5,7 +5,7 @@ of a view counted once, under its base:
 
     peak       max over the operations of a half of (what it was given + what it has made and still needs + scratch)
     scratch    what the operation that runs holds for itself, as profiled; of counted profiles there is none
-    F          peak - saved - results: what F needs beside what it leaves
+    F          peak - saved - results - for the head: what F needs beside what it leaves
     I          peak, with the gradients that arrived: all of `saved` is there as well until I ends
     W          peak: all of `kept` is there as well
     gradients  that of a parameter is there from its first term until its last is made: then it is added to those that
@@ -177,6 +177,7 @@ class MemoryModel:
                 self._live(weight_grad, late_lives, late, taken & self._of_own_memory(late)),
             ),
             copied_bytes=work.saved_state,
+            for_head=self.amount(sorted({*work.head_reads} - kept)),
         )
 
     def joined(self, work: StageWork, live: Live) -> Live:
@@ -244,6 +245,7 @@ class StageMemory:
         live: what F, I and W have made and still need.
         first: the same of the first I and W of a batch, without gradients of parameters that `.grad` takes over.
         copied_bytes: bytes of state that F copies.
+        for_head: from F to the head of the step, without what is saved, and results.
     """
 
     saved: Amount
@@ -253,13 +255,14 @@ class StageMemory:
     live: tuple[Live, Live, Live]
     first: tuple[Live, Live]
     copied_bytes: int
+    for_head: Amount = Amount()
 
     def workspace(self, kind: ComputeKind, samples: int) -> int:
         """Return the most bytes that a compute needs beyond what is held while it runs and what it leaves."""
         match kind:
             case "F":
                 peak = self.given[0](samples) + self.live[0].peak(samples) + self.copied_bytes
-                return max(0, peak - self.saved(samples) - self.results(samples))
+                return max(0, peak - self.saved(samples) - self.results(samples) - self.for_head(samples))
             case "I" | "W" | "B":
                 return self._backward(kind, samples, *self.live[1:])
             case _:

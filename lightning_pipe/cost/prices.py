@@ -294,6 +294,14 @@ class PlanPrices:
         gathering_s = all_reduce_s(self._cluster, replicas, count=self.traffic.head_bytes(samples)) / 2
         return self._pricer.head_s(samples) / self._cluster.device(rank).speed + gathering_s
 
+    def head_bytes(self, samples: int) -> tuple[int, int]:
+        """Return the bytes for the head alone, and those that it makes; what it reads where the graph has neither."""
+        graph = self._pricer.graph
+        if not graph.head_reads:
+            return self.traffic.head_bytes(samples), self.traffic.head_bytes(samples)
+        makes = self._pricer.memory.amount(graph.head_makes)
+        return self.memory(len(self.works) - 1).for_head(samples), makes(samples)
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
         speed = self._cluster.device(rank).speed

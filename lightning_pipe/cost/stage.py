@@ -60,6 +60,7 @@ class StageWork:
         gradients: (tensor, canonical name) of the terms of gradients that it makes.
         saved_state: bytes of state that F overwrites and I or W read as it was before, so that F copies it.
         kept_state: the part of it that W reads.
+        head_reads: one tensor for each memory of which the head of the step reads, so that it stays from F to the head.
     """
 
     forward: HalfWork
@@ -72,6 +73,7 @@ class StageWork:
     gradients: tuple[tuple[int, str], ...]
     saved_state: int
     kept_state: int
+    head_reads: tuple[int, ...] = ()
 
 
 def stage_works(graph: Graph, cuts: Sequence[int]) -> tuple[StageWork, ...]:
@@ -155,10 +157,12 @@ class _Cut:
         self._runs[self._scattered_sums()] = False
         self._home = np.where(tables.maker < 0, 0, self._stage[tables.maker])
         self._made_in = np.where(tables.maker < 0, _FORWARD, self._half[tables.maker])
+        self._home[tables.of_head], self._made_in[tables.of_head] = self._count - 1, _INPUT  # it is there for I
         self._memory = self._memories()
         readers, read = tables.reads
         running = self._runs[readers]
         self._readers, self._read = readers[running], read[running]
+        self._head_reads = np.array(graph.head_reads, dtype=np.int64)
         self._arrivals = self._crossing()
         self._terms = [(t, name) for tensor, name in graph.gradients for t in self._terms_of(tensor)]
         terms = np.array([t for t, _ in self._terms], dtype=np.int64)
@@ -200,8 +204,9 @@ class _Cut:
         """Return (tensor, stage) of everything that a stage reads and does not make, each once, in order."""
         home, stage = self._home[self._read], self._stage[self._readers]
         apart = home != stage
-        fields = [(t, self._count - 1) for t in self._tables.graph.results if self._tables.maker[t] < 0]
-        more = pairs((t, s) for t, s in fields if s > 0)
+        fields = (t for t in self._tables.graph.results if self._tables.maker[t] < 0)
+        last = self._count - 1
+        more = pairs((t, last) for t in (*fields, *self._head_reads.tolist()) if self._home[t] != last)
         tensors = np.concatenate([self._read[apart], more[0]])
         stages = np.concatenate([stage[apart], more[1]])
         return different(tensors, stages)
@@ -228,6 +233,13 @@ class _Cut:
         if head is None:
             return None
         return HeadTraffic(head.bytes_per_sample, head.fixed_bytes, head.holds_backwards)
+
+    def _read_by_head(self) -> tuple[int, ...]:
+        """Return the memory behind what the head reads, as the last stage has it, without its state."""
+        t, last = self._head_reads, self._count - 1
+        memory = np.where(self._home[t] == last, self._memory[t], t)
+        found: list[int] = np.unique(memory[~self._is_state(memory, np.full(len(t), last))]).tolist()
+        return tuple(found)
 
     def _joinable(self) -> tuple[int, ...]:
         """Return the stages whose weight halves of several micro-batches can run as one (`batched_weight_grad`)."""
@@ -297,6 +309,7 @@ class _Cut:
                 gradients=tuple(gradients[s]),
                 saved_state=saved_state[s],
                 kept_state=kept_state[s],
+                head_reads=self._read_by_head() if s == self._count - 1 else (),
             )
             for s in range(self._count)
         )
@@ -306,7 +319,8 @@ class _Cut:
         given: dict[tuple[int, int], list[int]] = defaultdict(list)
         for t, s in listed(self._arrivals):
             given[s, _FORWARD if self._made_in[t] == _FORWARD else _INPUT].append(t)
-        given[0, _FORWARD] += np.unique(self._read[self._tables.maker[self._read] < 0]).tolist()
+        read = np.concatenate([self._read, self._head_reads if self._count == 1 else self._head_reads[:0]])
+        given[0, _FORWARD] += np.unique(read[self._tables.of_batch[read]]).tolist()
         outputs: dict[tuple[int, int], list[int]] = defaultdict(list)
         outliving = self._outliving()
         places = self._home[outliving].tolist(), self._made_in[outliving].tolist()
@@ -339,7 +353,7 @@ class _Cut:
         home, stage = self._home[self._read], self._stage[self._readers]
         away = (home != stage) | (self._made_in[self._read] != self._half[self._readers])
         outputs = [*self._tables.graph.results, *(t for t, _ in (*self._terms, *self._tables.graph.updates))]
-        found = np.unique(np.concatenate([self._read[away], np.array(outputs, dtype=np.int64)]))
+        found = np.unique(np.concatenate([self._read[away], self._head_reads, np.array(outputs, dtype=np.int64)]))
         placed: list[int] = found[(self._tables.maker[found] >= 0) & (self._home[found] >= 0)].tolist()
         return placed
 

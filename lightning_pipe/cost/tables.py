@@ -29,6 +29,7 @@ class GraphArrays:
         unjoined: operations and tensors that no joined W can run, and read.
         sums: operations that only add terms of a gradient, in order.
         maker, base, of_state, per_sample, fixed: over tensors, as `core.graph.Tensor` says.
+        of_batch, of_head: over tensors, whether one is a field of the batch, or made by the head.
         makes: over operations, the tensors that each makes.
         readers: over tensors, the placed operations that read each, in order; none for those of repeated operations.
         names: canonical names of the parameters.
@@ -52,6 +53,9 @@ class GraphArrays:
             np.array([not tensor.joinable for tensor in tensors], dtype=bool),
         )
         self.maker = numbers(tensor.maker for tensor in tensors)
+        self.of_head = np.zeros(len(tensors), dtype=bool)
+        self.of_head[list(graph.head_makes)] = True
+        self.of_batch: Mask = (self.maker < 0) & ~self.of_head
         self.base = numbers(tensor.base for tensor in tensors)
         self._repeated_tensors = {*np.flatnonzero((self.maker >= 0) & self.repeated[self.maker]).tolist()}
         self.of_state = np.array([tensor.of_state for tensor in tensors], dtype=bool)

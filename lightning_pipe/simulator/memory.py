@@ -8,7 +8,8 @@
                 posts it to the compute that takes it; what was sent, from the compute that made it until the message
                 has arrived; what one stage hands to another on the same rank, between their computes; the largest piece
                 in which gradients are summed, while pieces are put together: gradients are in them from then on; what
-                the head takes of a micro-batch, from F to the head, and as much that it makes to the end of I (or B)
+                the head alone reads of a micro-batch, from F to the head; what the head makes of a micro-batch, from
+                the head to the end of I (or B)
     workspace   of each compute, of the head (what it puts together), and of the optimizer's step, while it runs; that
                 of a joined W is what it needs beside what is kept of all its micro-batches, which counts until they are
                 freed
@@ -315,9 +316,10 @@ class _Rank:
             forward, backward = (self._find(stage, kinds, microbatch) for kinds in (("F",), _BACKWARD))
             if forward is None:
                 continue
-            is_read = backward is not None and traffic.head is not None and traffic.head.holds_backwards
-            end = backward.end if is_read and backward is not None else head.end
-            yield _Use("buffers", forward.start, end, traffic.head_bytes(len(self._samples(stage, microbatch))))
+            reads, makes = self._prices.head_bytes(len(self._samples(stage, microbatch)))
+            yield _Use("buffers", forward.start, head.end, reads)
+            if backward is not None and traffic.head is not None and traffic.head.holds_backwards:
+                yield _Use("buffers", head.end, backward.end, makes)
 
     def _entering(self, first: float) -> Iterator[_Use]:
         """Yield what earlier rounds left: forwards in flight, and messages that nobody has taken yet."""

@@ -81,6 +81,10 @@ class UnitPrices:
         """Return the seconds of the head."""
         return self.head
 
+    def head_bytes(self, samples: int) -> tuple[int, int]:
+        """Return nothing: the head needs no memory."""
+        return 0, 0
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step."""
         return self.step

@@ -128,6 +128,13 @@ def test_stages_of_micro_batches_have_the_numbers_of_the_plain_step(name: str) -
         assert found < max(1e-9, 1e2 * OWN_PRECISION.get(name, 0.0)), sizes
 
 
+def test_a_value_of_the_batch_is_handed_out_once_however_many_results_are_made_of_it() -> None:
+    """The loss of a head and what is logged of it read the same square matrix of the batch."""
+    graph = captured("simclr")[0].joint.module.graph
+    copied = [node.args[0] for node in graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)]
+    assert copied and len(copied) == len(set(copied))
+
+
 class Drawn(pl.LightningModule):
     """A buffer that is drawn by what all samples make."""
 

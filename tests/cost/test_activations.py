@@ -67,7 +67,8 @@ def runs(graph, work) -> None:
         there = {*memories, *work.results}
         return {t for t in left if memory(t) in there or (graph.tensors[memory(t)].of_state and memory(t) != t)}
 
-    after_f = held(run(work.forward, {*work.forward.given}), work.saved)
+    of_head = {*graph.head_makes} if work.head_reads else set()
+    after_f = held(run(work.forward, {*work.forward.given}), work.saved) | of_head
     after_i = after_f | run(work.input_grad, after_f | {*work.input_grad.given})
     run(work.weight_grad, held(after_i, work.kept))
 

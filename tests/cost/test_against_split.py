@@ -9,11 +9,12 @@ from lightning_pipe.cost.stage import Cutter
 
 
 def cuts_of(name: str, graph) -> list[tuple[int, ...]]:
-    """Draw cuts into one to eight stages."""
+    """Draw cuts into one to eight stages, and add all into two where what a head makes may travel."""
     dice = random.Random(zlib.crc32(name.encode()))
     places = [k for k in range(1, len(graph.nodes)) if k not in graph.uncuttable]
     counts = [stages for stages in (1, 2, 3, 5, 8) if stages - 1 <= len(places)]
-    return [tuple(sorted(dice.sample(places, stages - 1))) for stages in counts]
+    drawn = [tuple(sorted(dice.sample(places, stages - 1))) for stages in counts]
+    return drawn + [(place,) for place in places if graph.head]
 
 
 def test_traffic_is_that_of_the_split(zoo):

@@ -21,6 +21,7 @@ from lightning_pipe.runtime.stage import Stage, State
 from lightning_pipe.runtime.transport.local import Hub
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
+from lightning_pipe.schedule.registry import options_with_forwards_first
 from lightning_pipe.schedule.verification.verify import verify
 
 SIZES = (3, 1, 2)
@@ -34,14 +35,15 @@ class Runs:
         self.split, self.loss = capture.split(cuts), capture.record.loss
         self.layout = Layout(tuple((s,) for s in range(len(cuts) + 1)))
         self._module = module
-        tensors = tuple(flatten(batch)[0])
+        tensors = tuple(t[: sum(SIZES)] if t.ndim else t for t in flatten(batch)[0])
         offsets = tuple(sum(SIZES[:m]) for m in range(len(SIZES)))
         cut = tuple(t.ndim > 0 for t in tensors)
         leaves, cut = capture.with_totals(tensors, cut=cut, sizes=SIZES, buffers=dict(module.named_buffers()))
         self.job = BatchInput(leaves, cut, offsets, seed=3)
 
     def program(self, join: int) -> VerifiedProgram:
-        order = order_of("2bp", layout=self.layout, microbatches=len(SIZES))
+        options = options_with_forwards_first("2bp") if self.split.traffic.head else {}
+        order = order_of("2bp", layout=self.layout, microbatches=len(SIZES), options=options)
         return verify(lower(order, layout=self.layout, sizes=SIZES, traffic=self.split.traffic, join=join))
 
     def gradients(self, join: int) -> dict[tuple[int, str], torch.Tensor]:

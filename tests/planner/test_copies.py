@@ -47,7 +47,7 @@ def with_beside(plan: Plan, count: int) -> Plan:
     return replace(plan, stages=tuple(replace(stage, beside_copy=count) for stage in plan.stages))
 
 
-@pytest.mark.parametrize(("schedule", "rate"), [("gpipe", 8.0), ("gpipe", 1.0), ("gpipe", 0.3), ("1f1b", 8.0)])
+@pytest.mark.parametrize(("schedule", "rate"), [("gpipe", 8.0), ("gpipe", 1.0), ("gpipe", 0.5), ("1f1b", 8.0)])
 def test_a_plan_says_so_many_that_nobody_waits_for_a_copy_that_goes_as_foreseen(schedule, rate):
     problem, plan = offloading(schedule, rate, ranks=4)
     found = judge(plan, problem)

@@ -111,7 +111,7 @@ class Sorting(pl.LightningModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         made = self.layer(batch)
-        return torch.cumsum(made, 0).abs().sum() + (torch.sort(batch, dim=1)[0] * made).sum()
+        return torch.cumsum(made, 1).abs().sum() + (torch.sort(batch, dim=1)[0] * made).sum()
 
 
 @pytest.fixture

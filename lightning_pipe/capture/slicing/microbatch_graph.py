@@ -409,6 +409,9 @@ class MicrobatchGraph:
         return value if value.op == "call_function" else self._cloned(value)
 
     def _cloned(self, value: fx.Node) -> fx.Node:
+        return self._cached(value, "clone", lambda: self._clone(value))
+
+    def _clone(self, value: fx.Node) -> fx.Node:
         first = next((node for node in self.graph.nodes if value in node.all_input_nodes), None)
         beside = self.graph.inserting_after(self._inputs_end) if first is None else self.graph.inserting_before(first)
         with beside:  # where it is, so that it need not travel

@@ -201,18 +201,13 @@ class SlicedHead:
 
     @property
     def work(self) -> HeadWork | None:
-        """Return what planners see of it; None if nothing needs all samples."""
+        """Return what planners see of it, without what it reads; None if nothing needs all samples."""
         slicing, outputs = self._slicing, self._build.head_outputs
         if not outputs:
             return None
         first = slicing.barrier or self._build.nodes[outputs[0].source]
-        rows = [node for node in self._sources if isinstance(slicing.placements[node], Rows)]
-        others = [node for node in self._sources if node not in rows and node.op == "call_function"]
-        sizes = {node: math.prod(map(slicing.number, node.meta["val"].shape)) for node in (*rows, *others)}
-        per_sample = sum(sizes[node] * node.meta["val"].element_size() for node in rows) / slicing.samples
-        fixed = sum(sizes[node] * node.meta["val"].element_size() for node in others)
         touched = sum(_bytes(node, slicing) for node in self._operations)
-        return HeadWork(line_of(first), str(first.target), per_sample, fixed, touched_bytes=touched)
+        return HeadWork(line_of(first), str(first.target), touched_bytes=touched)
 
 
 def _bytes(node: fx.Node, slicing: Slicing) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -14,10 +14,12 @@ from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.stages.assign import Kinds, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
 from lightning_pipe.capture.stages.operations import operations_of, tensors_of
-from lightning_pipe.core.graph import Graph, Node, Operation
+from lightning_pipe.core.graph import Graph, HeadWork, Node, Operation, Tensor
 
 
-def graph_of_nodes(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str]) -> Graph:
+def graph_of_nodes(
+    joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[str, str], head: HeadWork | None = None
+) -> Graph:
     """Return a joint graph as planners see it.
 
     Args:
@@ -25,6 +27,7 @@ def graph_of_nodes(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[st
         kinds: its nodes by kind.
         flow: where its samples are.
         aliases: canonical names of the parameters by all names.
+        head: what runs once per batch; what it reads and makes is found here.
     """
     nodes = {node.name: node for node in joint.module.graph.nodes}
     described = operations_of(joint, kinds, aliases, joining(joint, kinds, flow))
@@ -46,7 +49,20 @@ def graph_of_nodes(joint: JointGraph, kinds: Kinds, flow: Flow, aliases: dict[st
         results=described.results,
         updates=described.updates,
         buffer_bytes={f: _bytes(nodes[n]) for n, f in joint.buffers.items()},
+        head=None if head is None else _with_tensors(head, joint, described.tensors),
     )
+
+
+def _with_tensors(head: HeadWork, joint: JointGraph, tensors: Sequence[Tensor]) -> HeadWork:
+    """Return a head with the tensors that it reads and makes, and the bytes of those that it reads."""
+    assert joint.head is not None, "a step with work for a head has a head"
+    reads, makes = (
+        tuple(t for t, tensor in enumerate(tensors) if tensor.name in names)
+        for names in (joint.head.inputs, joint.head.outputs)
+    )
+    per_sample = float(sum(tensors[t].bytes_per_sample for t in reads))
+    fixed = sum(tensors[t].fixed_bytes for t in reads)
+    return replace(head, bytes_per_sample=per_sample, fixed_bytes=fixed, reads=reads, makes=makes)
 
 
 @dataclass

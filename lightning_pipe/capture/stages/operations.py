@@ -66,6 +66,7 @@ class _Description:
         self._joint, self._kinds, self._aliases, self._joining = joint, kinds, aliases, joining
         self._sizes = Sizes(joint)
         self._places = positions(joint, kinds)
+        self._of_head = frozenset(() if joint.head is None else joint.head.outputs)
         self._nodes = list(operation_nodes(joint))
         self._number = {node.name: i for i, node in enumerate(self._nodes)}
         self._terms = _sums_of_terms(joint)
@@ -118,8 +119,8 @@ class _Description:
         return "backward" if is_backward(node) else "forward"
 
     def _add_tensors(self, node: fx.Node) -> None:
-        """Add what a node is as a tensor: a field of the batch, the result of an operation, or one of its results."""
-        if node.name in self._joint.leaves:
+        """Add what a node is as a tensor: a field of the batch, or a result of an operation or of the head."""
+        if node.name in self._joint.leaves or node.name in self._of_head:
             maker = -1
         elif node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
             return

@@ -347,7 +347,8 @@ class Splitter:
         weights = [(program.stage, program.weight_grad) for program in programs]
         joinable = tuple(stage for stage, half in weights if half is not None and half.along is not None)
         offloads = tuple(program.stage for program in programs if program.offloaded)
-        lines = [] if head is None else [self._sizes.line(self._nodes[n]) for n in head.inputs if n not in self._state]
+        elsewhere = self._state | {*self._joint.tangents}  # nobody puts it together
+        lines = [] if head is None else [self._sizes.line(self._nodes[n]) for n in head.inputs if n not in elsewhere]
         gathered = HeadTraffic(sum(line[0] for line in lines), sum(line[1] for line in lines)) if head else None
         traffic = Traffic(edges, buckets, offloads=offloads, joinable=joinable, head=gathered)
         return Split(programs, values, traffic, tuple(map(tuple, groups.values())), owners)

@@ -46,7 +46,11 @@ class Crossing:
 def _crossing(graph: Graph) -> dict[Pass, Crossing]:
     size = len(graph.nodes) + 1
     places = [max(0, graph.operations[t.maker].at) if t.maker >= 0 else 0 for t in graph.tensors]
+    for t in graph.head_makes:
+        places[t] = len(graph.nodes)  # on the last stage, wherever that begins
     spans = [[place, place] for place in places]
+    for t in graph.head_reads:
+        spans[t][1] = len(graph.nodes)
     for operation in graph.operations:
         if operation.phase == "repeated" or operation.adds_terms:
             continue

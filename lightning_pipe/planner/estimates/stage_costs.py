@@ -201,7 +201,7 @@ class StageCostTable:
         tables, graph = self._tables, self.problem.graph
         root = roots(tables.base)
         operations, read = tables.reads
-        of_forward = (tables.maker < 0) | ~tables.backward[tables.maker]
+        of_forward = tables.of_batch | (~tables.backward[tables.maker] & (tables.maker >= 0))
         repeated = (tables.maker >= 0) & tables.repeated[tables.maker]
         held = of_forward & ~tables.of_state[root] & ~repeated[root]
         saves = tables.backward[operations] & held[read]
@@ -242,7 +242,7 @@ class StageCostTable:
         operations, read = tables.reads
         saved = np.zeros(len(graph.tensors), dtype=bool)
         saved[read[tables.backward[operations]]] = True
-        saved &= (tables.maker < 0) | ~tables.backward[tables.maker]
+        saved &= tables.of_batch | (~tables.backward[tables.maker] & (tables.maker >= 0))
         transient = (tables.maker >= 0) & owned & ~saved & ~tables.of_state
         found = []
         for amounts in (tables.per_sample, tables.fixed.astype(float)):

@@ -166,7 +166,8 @@ def _processor(
 
 
 def _batch_bytes(graph: Graph, samples: float) -> float:
-    return sum(t.bytes_per_sample * samples + t.fixed_bytes for t in graph.tensors if t.maker < 0)
+    fields = (t for i, t in enumerate(graph.tensors) if t.maker < 0 and i not in graph.head_makes)
+    return sum(t.bytes_per_sample * samples + t.fixed_bytes for t in fields)
 
 
 def _workspace_bytes(segments: StageCostTable, samples: float) -> Matrix:
