@@ -12,7 +12,6 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, makes_constant, row_of
-from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import OpOverload, operator_name
 
 aten = torch.ops.aten
@@ -108,3 +107,25 @@ def _plain_constant(node: fx.Node, size: Callable[[Any, fx.Node], Any]) -> None:
     node.target = aten.full.default
     node.args = ([size(one, node) for one in value.shape], content)
     node.kwargs = {"dtype": value.dtype, "device": value.device}
+
+
+def insert(before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """Insert a call before a node and return it.
+
+    Args:
+        before: the node.
+        target: what is called.
+        args: its arguments, with nodes for values.
+        like: node whose line, module and place in forward or backward it has; by default `before`.
+        kwargs: its other arguments.
+    """
+    graph, like = before.graph, before if like is None else like
+    with graph.inserting_before(before):
+        node = graph.call_function(target, args, kwargs)
+    known = ("custom", "seq_nr", "partitioner_tag", "stack_trace")
+    node.meta = {key: like.meta[key] for key in known if key in like.meta}
+    node.meta["val"] = target(
+        *fx.map_arg(args, lambda n: n.meta["val"]),
+        **fx.map_arg(kwargs, lambda n: n.meta["val"]),
+    )
+    return node
