@@ -81,7 +81,7 @@ def timings(folder: Path) -> Iterator[tuple[Path, Read]]:
 
 
 def check(folder: Path) -> Iterator[tuple[Path, Read]]:
-    known = kept_checks._KnownCheck(kept_checks.Verdict(1, "mean", ("a:1",), "2026"), "ab12", {"a.py": (1, 2)})
+    known = kept_checks._KnownCheck(kept_checks.Verdict("2026"), "ab12", {"a.py": (1, 2)})
     path = folder / "checks" / "1a.json"
     cache_files.write(path, json.dumps(to_dict(known)).encode(), version=kept_checks._FORMAT)
     yield path, lambda: cache_files.read(path, kept_checks._KnownCheck.parsed, version=kept_checks._FORMAT)

@@ -200,7 +200,7 @@ def test_replicas_with_unequal_parts_count_by_them_in_running_averages() -> None
 
 
 def test_results_of_unequal_parts_are_those_of_their_samples() -> None:
-    """A replicated last stage: each replica reports the loss of its samples, none where it has none."""
+    """A replicated last stage: each replica reports its samples' share of the loss, none where it has none."""
     case = Case("Chain", ((0,), (1, 2)), ("second",), sizes=(4, 1), weights=((1,), (3, 1)))
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
@@ -212,7 +212,8 @@ def test_results_of_unequal_parts_are_those_of_their_samples() -> None:
     assert set(found) == {Samples(0, 3), Samples(3, 4)}
     for samples, piece in found.items():
         part = slice(samples.start, samples.stop)
-        torch.testing.assert_close(piece.content, module_of(case).training_step((x[part], y[part]), 0))
+        loss = module_of(case).training_step((x[part], y[part]), 0)
+        torch.testing.assert_close(piece.content, loss * len(samples) / len(x))
     assert [[p.samples for p in o.results.get(capture.record.loss, ()) if p.microbatch == 1] for o in outcomes] == [
         [],
         [],
@@ -220,7 +221,7 @@ def test_results_of_unequal_parts_are_those_of_their_samples() -> None:
     ]
 
 
-def test_results_are_those_of_the_micro_batches() -> None:
+def test_results_are_shares_of_the_micro_batches() -> None:
     case = UNREPLICATED["1-1"]
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
@@ -230,10 +231,10 @@ def test_results_are_those_of_the_micro_batches() -> None:
     outcomes = run_together(executors, program_of(case, split), [job_of(case)] * 2, record=True)
     assert not outcomes[0].results
     x, y = job_of(case).leaves
-    expected = [module.training_step((x[i : i + 2], y[i : i + 2]), 0) for i in (0, 2, 4)]
+    expected = [module.training_step((x[i : i + 2], y[i : i + 2]), 0) / 3 for i in (0, 2, 4)]
     pieces = outcomes[1].results[capture.record.loss]
     assert [piece.microbatch for piece in pieces] == [0, 1, 2]
-    assert all(torch.equal(piece.content, loss) for piece, loss in zip(pieces, expected, strict=True))
+    torch.testing.assert_close([piece.content for piece in pieces], expected)
     assert [len(outcome.timeline.computes(rank)) for rank, outcome in enumerate(outcomes)] == [9, 9]
 
 

@@ -60,11 +60,16 @@ CASES = {
 class Rank:
     """A rank on the fake device, which notes what its host calls between the first instruction and the step.
 
+    Args:
+        beside: where ranks add the numbers of their results.
+
     Attributes:
         calls: these, of the last program.
     """
 
-    def __init__(self, fake: FakeCuda, case: Case, split: Split, hub: Hub, rank: int, *, loss: str | None) -> None:
+    def __init__(
+        self, fake: FakeCuda, case: Case, split: Split, hub: Hub, beside: Hub, rank: int, *, loss: str | None
+    ) -> None:
         self._fake, self._seen = fake, 0
         self.calls: list[str] = []
         self.has_begun = self.has_stepped = False
@@ -74,7 +79,7 @@ class Rank:
         self.names = [*split.owners]
         self.executor = Executor(split, case.layout, state=state, transport=transport, loss=loss, step=self._step)
         self.results = Results(
-            split, case.layout, transport=transport, device=DEVICE, carrier=HOST, sums=hub.endpoint(rank)
+            split, case.layout, transport=transport, device=DEVICE, carrier=HOST, sums=beside.endpoint(rank)
         )
 
     def run(self, program: VerifiedProgram, job: BatchInput, *, record: bool) -> Walk[Collected]:
@@ -173,8 +178,8 @@ def assert_nothing_waits(
     program = program_of(case, split, milestones=True)
     with FakeCuda(early) as fake:
         split = recorded_stages(split, case.sizes) if graphs else split
-        hub = Hub()
-        ranks = [Rank(fake, case, split, hub, rank, loss=loss) for rank in range(case.layout.ranks)]
+        hub, beside = Hub(), Hub()
+        ranks = [Rank(fake, case, split, hub, beside, rank, loss=loss) for rank in range(case.layout.ranks)]
         job = replace(job_of(case), leaves=tuple(leaf.to(DEVICE) for leaf in job_of(case).leaves))
         for _ in range(programs):
             for rank in ranks:

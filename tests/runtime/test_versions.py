@@ -92,7 +92,7 @@ class Fit:
             self._land()
         pieces = [piece for outcome in outcomes for piece in outcome.results.get(self.loss, ())]
         assert sorted({piece.microbatch for piece in pieces}) == [*range(self.microbatches)]
-        return sum(float(piece.content) * len(piece.samples) for piece in pieces) / (SIZE * self.microbatches)
+        return sum(float(piece.content) for piece in pieces)  # each is the share of its samples
 
     def _job(self, t: int, stop: int) -> BatchInput | None:
         if t == stop:

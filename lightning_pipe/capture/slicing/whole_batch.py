@@ -67,27 +67,27 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
     if reduction not in (_MEAN, _SUM) or not isinstance(source, fx.Node) or not isinstance(target, fx.Node):
         return {}
     dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # which counts further than bfloat16
-    valid = insert(node, aten.ne.Scalar, target, ignored)
-    each = insert(node, aten._to_copy.default, valid, dtype=dtype)
+    valid = _insert(node, aten.ne.Scalar, target, ignored)
+    each = _insert(node, aten._to_copy.default, valid, dtype=dtype)
     if isinstance(weight, fx.Node):
-        safe = insert(node, aten.mul.Tensor, target, valid)
-        each = insert(node, aten.mul.Tensor, insert(node, aten.index.Tensor, weight, [safe]), valid)
-    total = insert(node, aten.sum.default, each)
+        safe = _insert(node, aten.mul.Tensor, target, valid)
+        each = _insert(node, aten.mul.Tensor, _insert(node, aten.index.Tensor, weight, [safe]), valid)
+    total = _insert(node, aten.sum.default, each)
     node.args = (source, target, weight, _SUM, ignored)
     taken = {user.args[1]: user for user in node.users}
     after = node.next
-    summed = taken.get(0) or insert(after, operator.getitem, node, 0, like=node)
+    summed = taken.get(0) or _insert(after, operator.getitem, node, 0, like=node)
     renamed = {}
     if 1 in taken:
         given = taken[1].meta["val"].dtype  # backwards want the weight in the type of the scores
-        weight_of_batch = total if given == dtype else insert(total.next, aten._to_copy.default, total, dtype=given)
+        weight_of_batch = total if given == dtype else _insert(total.next, aten._to_copy.default, total, dtype=given)
         taken[1].replace_all_uses_with(weight_of_batch)
         renamed[taken[1].name] = weight_of_batch.name
         node.graph.erase_node(taken[1])
     if reduction == _MEAN:
-        divided = mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
+        divided = mean = _insert(summed.next, aten.div.Tensor, summed, total, like=node)
         if divided.meta["val"].dtype != summed.meta["val"].dtype:
-            mean = insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
+            mean = _insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
         summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not divided)
         renamed[summed.name] = mean.name
     return renamed
@@ -109,8 +109,8 @@ def _plain_constant(node: fx.Node, size: Callable[[Any, fx.Node], Any]) -> None:
     node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
-def insert(before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-    """Insert a call before a node and return it.
+def _insert(before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    """Insert a call before a node and return it, with all that is known of others: its value, its place, its line.
 
     Args:
         before: the node.
