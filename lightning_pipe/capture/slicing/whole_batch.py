@@ -12,6 +12,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, makes_constant, row_of
+from lightning_pipe.capture.slicing.insert import insert
 from lightning_pipe.capture.torch_private import OpOverload, operator_name
 
 aten = torch.ops.aten
@@ -67,27 +68,27 @@ def _weighed_sum(node: fx.Node) -> dict[str, str]:
     if reduction not in (_MEAN, _SUM) or not isinstance(source, fx.Node) or not isinstance(target, fx.Node):
         return {}
     dtype = torch.promote_types(source.meta["val"].dtype, torch.float32)  # which counts further than bfloat16
-    valid = _insert(node, aten.ne.Scalar, target, ignored)
-    each = _insert(node, aten._to_copy.default, valid, dtype=dtype)
+    valid = insert(node, aten.ne.Scalar, target, ignored)
+    each = insert(node, aten._to_copy.default, valid, dtype=dtype)
     if isinstance(weight, fx.Node):
-        safe = _insert(node, aten.mul.Tensor, target, valid)
-        each = _insert(node, aten.mul.Tensor, _insert(node, aten.index.Tensor, weight, [safe]), valid)
-    total = _insert(node, aten.sum.default, each)
+        safe = insert(node, aten.mul.Tensor, target, valid)
+        each = insert(node, aten.mul.Tensor, insert(node, aten.index.Tensor, weight, [safe]), valid)
+    total = insert(node, aten.sum.default, each)
     node.args = (source, target, weight, _SUM, ignored)
     taken = {user.args[1]: user for user in node.users}
     after = node.next
-    summed = taken.get(0) or _insert(after, operator.getitem, node, 0, like=node)
+    summed = taken.get(0) or insert(after, operator.getitem, node, 0, like=node)
     renamed = {}
     if 1 in taken:
         given = taken[1].meta["val"].dtype  # backwards want the weight in the type of the scores
-        weight_of_batch = total if given == dtype else _insert(total.next, aten._to_copy.default, total, dtype=given)
+        weight_of_batch = total if given == dtype else insert(total.next, aten._to_copy.default, total, dtype=given)
         taken[1].replace_all_uses_with(weight_of_batch)
         renamed[taken[1].name] = weight_of_batch.name
         node.graph.erase_node(taken[1])
     if reduction == _MEAN:
-        divided = mean = _insert(summed.next, aten.div.Tensor, summed, total, like=node)
+        divided = mean = insert(summed.next, aten.div.Tensor, summed, total, like=node)
         if divided.meta["val"].dtype != summed.meta["val"].dtype:
-            mean = _insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
+            mean = insert(divided.next, aten._to_copy.default, divided, dtype=summed.meta["val"].dtype, like=node)
         summed.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not divided)
         renamed[summed.name] = mean.name
     return renamed
@@ -107,28 +108,3 @@ def _plain_constant(node: fx.Node, size: Callable[[Any, fx.Node], Any]) -> None:
     node.target = aten.full.default
     node.args = ([size(one, node) for one in value.shape], content)
     node.kwargs = {"dtype": value.dtype, "device": value.device}
-
-
-def _insert(before: fx.Node, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-    """Insert a call before a node and return it, with all that is known of others: its value, its place, its line.
-
-    Its `meta` says that it was inserted: what it does with the number of samples is meant so.
-
-    Args:
-        before: the node.
-        target: what is called.
-        args: its arguments, with nodes for values.
-        like: node whose line, module and place in forward or backward it has; by default `before`.
-        kwargs: its other arguments.
-    """
-    graph, like = before.graph, before if like is None else like
-    with graph.inserting_before(before):
-        node = graph.call_function(target, args, kwargs)
-    known = ("custom", "seq_nr", "partitioner_tag", "stack_trace")
-    node.meta = {key: like.meta[key] for key in known if key in like.meta}
-    node.meta["inserted"] = True
-    node.meta["val"] = target(
-        *fx.map_arg(args, lambda n: n.meta["val"]),
-        **fx.map_arg(kwargs, lambda n: n.meta["val"]),
-    )
-    return node
