@@ -58,7 +58,7 @@ class Capture:
         device: where it will run.
         batch_dim: dimension of the samples in the tensors of the batch.
         general: the traced graph with symbols for lengths; None where these are constants.
-        derived, whole, ..., may_offload: as for every `capture.route.Route`.
+        derived, whole, ..., is_exact: as for every `capture.route.Route`.
     """
 
     graph: Graph
@@ -71,14 +71,11 @@ class Capture:
     batch_dim: int = 0
     general: JointGraph | None = None
     derived: tuple[Derived, ...] = ()
+    by_parts: tuple[str, ...] = ()
     whole: str = ""
     plays: ClassVar[None] = None
     name: ClassVar[str] = "joint"
-    fallback: ClassVar[str] = "replay"
-    is_fixed: ClassVar[bool] = True
     is_exact: ClassVar[bool] = False
-    can_run_ahead: ClassVar[bool] = True
-    may_offload: ClassVar[bool] = True
 
     @property
     def identity(self) -> str:
@@ -101,11 +98,6 @@ class Capture:
         return frozenset(self.joint.mutations) - state_once(self.joint, self.flow)
 
     @property
-    def sets_first(self) -> frozenset[str]:
-        """Return nothing: a step that does otherwise in its first call is no graph."""
-        return frozenset()
-
-    @property
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.joint.module.graph.nodes))
@@ -117,10 +109,6 @@ class Capture:
     def told(self) -> str:
         """Return in a line by which route the step was captured, and why."""
         return f"one graph of {len(self.graph.nodes)} nodes (joint)."
-
-    def mixed_results(self) -> tuple[str, ...]:
-        """Return nothing: that micro-batches are steps of their own was said when the step was captured."""
-        return ()
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:
         """Return the tracked numbers that the graph reads, for the next batch."""

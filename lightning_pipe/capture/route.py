@@ -64,6 +64,11 @@ class Plays(Protocol):
         """Name the state that the step keeps for its next call, where stages hand it on; "" if there is none."""
         ...
 
+    @property
+    def sets_first(self) -> frozenset[str]:
+        """Return the names of the parameters that the first call of the step alone writes to, if that is known."""
+        ...
+
     def unlike_law(self, plays: Sequence[tuple[int, StepRecording]]) -> str:
         """Return "" if plays with so many samples make their losses as was proven, else what they do."""
         ...
@@ -114,7 +119,11 @@ class Route(Protocol):
 
     @property
     def plays(self) -> Plays | None:
-        """Return what the plays of a batch say; None if nothing is played, and `record` says all."""
+        """Return what the plays of a batch say; None if nothing is played, and `record` says all.
+
+        What the Python of a step did is fixed then: nothing that it read may change, batches may run ahead, and what
+        is saved for the backward can be brought to the host until then.
+        """
         ...
 
     @property
@@ -123,18 +132,8 @@ class Route(Protocol):
         ...
 
     @property
-    def fallback(self) -> str:
-        """Return the route that can be taken instead where this one is wrong; "" if there is none."""
-        ...
-
-    @property
     def identity(self) -> str:
         """Return a hash of all that the step is known to do, equal in every process; "" if that is not known."""
-        ...
-
-    @property
-    def is_fixed(self) -> bool:
-        """Return whether what the Python of the step did is fixed: then nothing that it read may change."""
         ...
 
     @property
@@ -148,16 +147,6 @@ class Route(Protocol):
         ...
 
     @property
-    def can_run_ahead(self) -> bool:
-        """Return whether a rank may begin the next batch before others have ended this one."""
-        ...
-
-    @property
-    def may_offload(self) -> bool:
-        """Return whether what is saved for the backward can be brought to the host until then."""
-        ...
-
-    @property
     def whole(self) -> str:
         """Return why batches must not be cut, "" if they may be."""
         ...
@@ -165,11 +154,6 @@ class Route(Protocol):
     @property
     def writes(self) -> frozenset[str]:
         """Return the names of the parameters that every micro-batch writes to; those of buffers may be among them."""
-        ...
-
-    @property
-    def sets_first(self) -> frozenset[str]:
-        """Return the names of the parameters that the first call of the step alone writes to, if that is known."""
         ...
 
     @property
@@ -190,8 +174,9 @@ class Route(Protocol):
         """Return in a line by which route the step was captured, and why."""
         ...
 
-    def mixed_results(self) -> tuple[str, ...]:
-        """Return, in words, where it says what micro-batches are known not to make for the batch."""
+    @property
+    def by_parts(self) -> tuple[str, ...]:
+        """Return the lines of results that are means over micro-batches."""
         ...
 
     def begin(self, arguments: tuple[int, ...], template: Any) -> list[float]:

@@ -36,12 +36,10 @@ class SlicedCapture(Capture):
     Attributes:
         whole_graph: the graph of the whole batch.
         batch_values: what is computed where the batch is loaded; None if nothing is.
-        by_parts: lines of results that are means over micro-batches.
     """
 
     whole_graph: JointGraph
     batch_values: ValuesOfBatch | None
-    by_parts: tuple[str, ...]
     is_exact: ClassVar[bool] = True
 
     @property
@@ -52,10 +50,6 @@ class SlicedCapture(Capture):
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Return nothing: buffers become what the batch makes them."""
         return ()
-
-    def mixed_results(self) -> tuple[str, ...]:
-        """Return the lines of results that are means over micro-batches."""
-        return self.by_parts
 
     def matched_draws(self, request: Request, key: RandomKey) -> AbstractContextManager[Callable[[], str]]:
         """Let a plain run of the step draw the random numbers that the graph draws, inside."""

@@ -155,13 +155,13 @@ class PlanMaker:
         """Plan on rank 0, and tell all ranks."""
         control, graph = self._links.control, captured.capture.graph
         candidates: list[Judged] = []  # on rank 0
-        wanted, may_offload = self._config, captured.capture.may_offload
+        wanted, may_offload = self._config, captured.capture.plays is None
 
         def make() -> Plan:
             nonlocal problem, wanted
             assert problem is not None, "made on rank 0"
             problem = replace(problem, cluster=limited(problem.cluster, self._config.memory_limits))
-            if problem.cluster.ranks > 1 and captured.capture.can_run_ahead:  # a step that is replayed is flushed
+            if problem.cluster.ranks > 1 and captured.capture.plays is None:  # a step that is replayed is flushed
                 problem = replace(problem, steps_together=self._steps_together)
                 problem = problem.with_versions(self._config.versions)
             if captured.capture.whole:  # replicas share no samples, so they take turns
@@ -335,7 +335,7 @@ class PlanMaker:
                 deadline_s=self._config.deadline_s,
             )
         except CaptureError as error:
-            if self._config.capture != "auto" or not captured.capture.fallback:
+            if self._config.capture != "auto" or captured.capture.plays is not None:
                 raise
             self._preparation.plan_by(None)
             raise _WrongCapture(str(error)) from error

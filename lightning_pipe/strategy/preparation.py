@@ -29,7 +29,11 @@ from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_buffers_by_parts, warn_of_mixed_results, warn_of_mixing
+from lightning_pipe.strategy.plans.plan_warnings import (
+    warn_of_buffers_by_parts,
+    warn_of_mixing,
+    warn_of_results_by_parts,
+)
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
@@ -250,14 +254,7 @@ class Preparation:
         """
         log.info("%s is replayed from now on: %s.", call.method, reason)
         captured = self.capture(traced or call, self.cuts.largest_slice(samples), reason=reason)
-        if call.method == TRAINING:
-            self.warn_of_results(captured, samples)
-        elif mixed := captured.capture.mixed_results():  # which a graph may have had right
-            captured = captured.left_whole(f"micro-batches do not make {mixed[0]}")
-            rank_zero_warn(
-                f"{call.method} takes whole batches from now on, as it is replayed ({reason}), and {mixed[0]} of micro-"
-                "batches does not make that of the batch."
-            )
+        self.warn_of_results(captured, samples)
         step = self._built_later(captured)
         self.known.put(call, step)
         return step
@@ -270,7 +267,7 @@ class Preparation:
     def warn_of_results(self, captured: Captured, samples: int) -> None:
         """Warn once of each result, and each buffer, that micro-batches change."""
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
-            self._warned_results |= warn_of_mixed_results(captured, known=self._warned_results)
+            self._warned_results |= warn_of_results_by_parts(captured, known=self._warned_results)
             self._warned_mixing |= warn_of_mixing(captured, known=self._warned_mixing)
             self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
 
@@ -301,7 +298,7 @@ class Preparation:
             device=self.setup.device,
             host=self.host,
             compilation=self._compilation,
-            early=is_ahead and captured.request.method == TRAINING and captured.capture.can_run_ahead,
+            early=is_ahead and captured.request.method == TRAINING and captured.capture.plays is None,
         )
 
     def cuts_of(self, graph: Graph) -> tuple[int, ...]:
@@ -318,7 +315,7 @@ class Preparation:
         assert self._planned is not None, "planned before anything is run"
         capture, plan, exact_ties = captured.capture, self._planned.plan, self.setup.config.exact_ties
         policies, missing = policies_for(
-            plan, capture.graph, cuts, planned=self._planned.graph, may_offload=capture.may_offload
+            plan, capture.graph, cuts, planned=self._planned.graph, may_offload=capture.plays is None
         )
         if missing and captured.request.method == TRAINING:  # others save nothing
             rank_zero_warn(
@@ -326,7 +323,7 @@ class Preparation:
                 f"that the plan says. It keeps {missing}, and may need more memory."
             )
         versions, training = self.setup.config.versions, captured.request.method == TRAINING
-        reads_twice = versions != "sync" and training and capture.can_run_ahead and POLICIES[versions].reads_twice
+        reads_twice = versions != "sync" and training and capture.plays is None and POLICIES[versions].reads_twice
         if reads_twice and any(policy.backward is not None for policy in policies):
             refuse_recompute(versions)
         return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held, reads_twice=reads_twice)

@@ -264,9 +264,13 @@ def check_written(capture: Route, module: pl.LightningModule, *, microbatches: i
     Raises:
         CaptureError: naming a parameter that is trained, or one that every part of the first batch would set anew.
     """
-    if capture.sets_first and (microbatches > 1 or any(len(ranks) > 1 for ranks in layout.stages)):
+    if (
+        (plays := capture.plays) is not None
+        and plays.sets_first
+        and (microbatches > 1 or any(len(ranks) > 1 for ranks in layout.stages))
+    ):
         raise CaptureError(
-            f"{type(module).__name__}.training_step sets {min(capture.sets_first)} in its first call, by "
+            f"{type(module).__name__}.training_step sets {min(plays.sets_first)} in its first call, by "
             "the values of the first batch. Micro-batches and replicas would each set it by their own samples. Call "
             "the module once on a batch before trainer.fit, or set microbatches=1 with one rank per stage."
         )

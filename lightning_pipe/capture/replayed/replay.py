@@ -60,21 +60,18 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        derived, ..., may_offload: as for every `capture.route.Route`.
+        derived, ..., unwritten_buffers: as for every `capture.route.Route`.
     """
 
     derived: ClassVar[tuple[Derived, ...]] = ()
+    by_parts: ClassVar[tuple[str, ...]] = ()
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"
-    fallback: ClassVar[str] = ""
     identity: ClassVar[str] = ""
     is_exact: ClassVar[bool] = False
-    is_fixed: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
-    can_run_ahead: ClassVar[bool] = False
     number_names: ClassVar[list[str]] = []
     unwritten_buffers: ClassVar[frozenset[str]] = frozenset()  # for whom runs ahead, which it cannot
-    may_offload: ClassVar[bool] = False
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason
@@ -163,10 +160,6 @@ class Replay:
         why = self.trace.headless
         said = f" What it says is made of what micro-batches say, since {why}." if why else ""
         return f"replayed, its Python runs on every rank. {self.reason}{said}"
-
-    def mixed_results(self) -> tuple[str, ...]:
-        """Return nothing: what micro-batches say otherwise than each other is told when they do."""
-        return ()
 
     @cached_property
     def profile(self) -> Profile:

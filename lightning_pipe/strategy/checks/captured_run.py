@@ -241,6 +241,6 @@ def _parts(
 
 def advice(captured: Route) -> str:
     """Return what can be done about a captured step that does not do what the plain one does."""
-    instead = f'Set capture="{captured.fallback}", which runs the Python of the step itself, and please'
-    report = f"{instead if captured.fallback else 'Please'} report this as a bug"
+    instead = 'Set capture="replay", which runs the Python of the step itself, and please'
+    report = f"{instead if captured.plays is None else 'Please'} report this as a bug"
     return f"{report}; check=false trains with the captured step all the same."

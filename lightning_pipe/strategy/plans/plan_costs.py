@@ -92,7 +92,7 @@ class PlanCosts:
             if not self._measures():
                 counted, cluster = counted_on(capture.graph, described)
                 problem = replace(problem, profile=counted, cluster=cluster)
-        is_ahead = self._config.post_validation and training and control.ranks > 1 and capture.can_run_ahead
+        is_ahead = self._config.post_validation and training and control.ranks > 1 and capture.plays is None
 
         def asked(problem: Problem) -> Problem:
             return problem.ahead(takes_back=takes_back) if is_ahead else problem

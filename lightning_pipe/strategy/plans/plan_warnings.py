@@ -63,14 +63,13 @@ def warn_of_whole_batches(method: str, why: str) -> None:
     )
 
 
-def warn_of_mixed_results(captured: Captured, *, known: Set[str]) -> set[str]:
+def warn_of_results_by_parts(captured: Captured, *, known: Set[str]) -> set[str]:
     """Warn of results that micro-batches change.
 
     Returns:
         Where they are said, in words; those that are `known` have been told.
     """
-    mixed = captured.capture.mixed_results()
-    if new := [place for place in mixed if place not in known]:
+    if new := [place for place in captured.capture.by_parts if place not in known]:
         rank_zero_warn(
             f"{captured.request.method} says what micro-batches do not make together: {'; '.join(new)}. It is computed "
             "for each of the micro-batches, and their mean is taken; microbatches=1 has that of the batch, as does a "

@@ -125,7 +125,7 @@ class RankStep:
     def misfit(self, call: StepRequest) -> str:
         """Return "" if what was captured holds for a call now, else what has changed."""
         captured, template = self.captured, call.structure.template
-        if not self.capture.is_fixed:
+        if self.capture.plays is not None:
             return self.capture.changed(call.situation)
         if captured.reader.has_read and texts(template) != texts(captured.template):
             return "the texts of the batch, which the step reads, have changed"
@@ -171,7 +171,7 @@ class RankStep:
     @property
     def why_not_ahead(self) -> str:
         """Return why no forwards may run ahead of the step's batch; "" if they may."""
-        if not self.capture.can_run_ahead:
+        if self.capture.plays is not None:
             return "its Python is replayed"
         if state := next((one.state for one in self.capture.derived if one.state), ""):
             return f"all samples of a batch make the buffer {state}"
