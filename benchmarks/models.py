@@ -113,6 +113,21 @@ class Seq2Seq(Trained):
         return F.cross_entropy(self.head(out).flatten(0, 1), wanted.flatten())
 
 
+class SimCLR(Trained):
+    """Tell two views of a sample from those of all others of its batch."""
+
+    def __init__(self, *, width: int = 512, depth: int = 8) -> None:
+        super().__init__()
+        layers = (layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()))
+        self.encoder, self.projection = nn.Sequential(*layers), nn.Linear(width, 128)
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        one, two = (F.normalize(self.projection(self.encoder(view)), dim=1) for view in batch)
+        scores = one.flatten(1) @ two.flatten(1).T / 0.1
+        own = torch.arange(len(scores), device=scores.device)
+        return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
+
+
 class Written(Trained):
     """Predict the next token by blocks of a Llama whose norms, rotations, attention and gates are written out."""
 
@@ -160,7 +175,11 @@ MODELS = {
     "cnn": Model(CNN, lambda n: (torch.randn(n, 3, 32, 32), torch.randint(10, (n,)))),
     "seq2seq": Model(Seq2Seq, lambda n: (torch.randint(1000, (n, 48)), torch.randint(1000, (n, 49)))),
 }
-ALL = {**MODELS, "written": Model(Written, lambda n: (torch.randint(1000, (n, 65)),))}
+ALL = {
+    **MODELS,
+    "simclr": Model(SimCLR, lambda n: (torch.randn(n, 32, 512), torch.randn(n, 32, 512))),
+    "written": Model(Written, lambda n: (torch.randint(1000, (n, 65)),)),
+}
 
 
 def loader(model: Model, *, batch_size: int, batches: int) -> DataLoader[Any]:

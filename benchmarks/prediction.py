@@ -3,6 +3,7 @@
     python -m benchmarks.prediction                     # GPT, CNN and encoder-decoder; 3 schedules x 3 micro-batches
     python -m benchmarks.prediction --models cnn --steps 9
     python -m benchmarks.prediction --compile --models written      # with compiled stages, of a Llama written out
+    python -m benchmarks.prediction --models simclr     # a head (all forwards first) beside 1F1B by micro-batch
 
 Every case is an ordinary fit on two processes: the strategy profiles the module, probes the link, predicts, trains,
 records. Step time is that of the program (from its first load to the end of the last optimizer step), the median over
@@ -32,6 +33,7 @@ from lightning_pipe import DappleStrategy
 
 RANKS = 2
 SCHEDULES = {"gpipe": {"schedule": "gpipe"}, "1f1b pa": {"warmup": "pa"}, "1f1b pb": {"warmup": "pb"}}
+HEADS = {"head": {"schedule": "gpipe"}, "1f1b pa": {"warmup": "pa", "whole_batch": "by_microbatch"}}
 MICROBATCHES = (2, 4, 8)
 BATCH = 32
 WARM_UP = 2  # steps that are not compared: the first, and the one whose memory is measured
@@ -66,9 +68,13 @@ class Clock(pl.Callback):
 
 def cases(model: str, runs: int, steps: int, compile_: bool) -> list[Row]:
     """Fit all cases of a model several times, in turn; on all ranks, rank 0 returns the rows."""
-    grid = [(schedule, m) for schedule in SCHEDULES for m in MICROBATCHES]
+    grid = [(schedule, m) for schedule in _ways(model) for m in MICROBATCHES]
     found = [[case(model, schedule, m, steps, compile_) for schedule, m in grid] for _ in range(runs)]
     return [median_row([row for row in rows if row is not None]) for rows in zip(*found, strict=True) if all(rows)]
+
+
+def _ways(model: str) -> dict[str, dict[str, str]]:
+    return HEADS if model == "simclr" else SCHEDULES
 
 
 def median_row(rows: list[Row]) -> Row:
@@ -85,7 +91,7 @@ def median_row(rows: list[Row]) -> Row:
 
 def case(model: str, schedule: str, microbatches: int, steps: int, compile_: bool) -> Row | None:
     """Fit one case; None on other ranks than the first."""
-    options = {**SCHEDULES[schedule], "layout": "1-1", "microbatches": microbatches, "compile": compile_}
+    options = {**_ways(model)[schedule], "layout": "1-1", "microbatches": microbatches, "compile": compile_}
     strategy = DappleStrategy(**options, timeline_steps=WARM_UP + steps, cache="off", measure_memory=True, replan=False)
     clock = Clock()
     fit(model, strategy, batch_size=BATCH, steps=WARM_UP + steps, callback=clock)
