@@ -81,7 +81,7 @@ def fitted(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(lambda: Net(way), options)
 
 
-@pytest.mark.sampled(every=2)
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("way", STEPS)
 def test_a_step_goes_by_the_samples_of_the_batch(way: str, options: dict[str, Any]) -> None:

@@ -151,6 +151,7 @@ def cut_in_five(capture):
     return checked(capture=capture, microbatches=5, schedule="gpipe")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BENT)
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 def test_a_loss_that_bends_for_some_micro_batches_is_that_of_the_whole_batch(name, capture):
@@ -159,7 +160,7 @@ def test_a_loss_that_bends_for_some_micro_batches_is_that_of_the_whole_batch(nam
     assert not any(differs(*both) for both in zip(found, expected, strict=True)) and not said
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("name", BENT)
 def test_nothing_is_said_of_a_loss_that_bends_for_all_or_for_none(name, capture):

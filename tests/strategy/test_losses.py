@@ -29,7 +29,7 @@ def plain(name: str, targets: str = "uneven"):
     return fit({**EXACT, **MIXED}[name], targets=targets)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("name", EXACT)
 def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name])
@@ -37,13 +37,14 @@ def test_the_loss_of_a_graph_is_that_of_the_whole_batch(name):
     assert not found.warned
 
 
-@pytest.mark.sampled(every=3)
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("name", [*SUMS, *MEANS])
 def test_a_replayed_sum_or_mean_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name], capture="replay")
     assert worst(found, plain(name)) < ROUNDING, (found, plain(name))
 
 
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("name", [*TERMS, *COUNTED])
 def test_any_other_replayed_loss_is_that_of_the_whole_batch(name):
     found = fit_cut(EXACT[name], capture="replay")
@@ -89,7 +90,7 @@ def loader(targets: str) -> DataLoader:
 BY_MICROBATCH = "batch statistics"  # which a graph takes of micro-batches, as accumulation does
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("capture", ["joint", "replay"])
 @pytest.mark.parametrize("name", sorted(MIXED.keys() - {BY_MICROBATCH}))
 def test_a_loss_that_needs_all_samples_is_that_of_the_whole_batch(name, capture):
@@ -152,7 +153,7 @@ def test_a_batch_whose_proven_loss_becomes_another_is_run_whole():
 BECOMING = ("sum", "dot", "ignore_index", "masked mean", "norm", "square of a mean", "contrastive", "flipped")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("capture", ["joint", "replay", "auto"])
 @pytest.mark.parametrize("name", slow_but(BECOMING, {**EXACT, **MIXED}))
 def test_a_mean_that_becomes_another_loss_is_that_of_the_whole_batch_or_its_difference_is_said(name, capture):

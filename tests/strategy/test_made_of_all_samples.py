@@ -121,6 +121,7 @@ def fit(made: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(lambda: Net(made), options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: options["layout"])
 def test_it_is_that_of_the_batch(options: dict[str, Any], made: str) -> None:

@@ -104,7 +104,7 @@ def fitted(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(lambda: Net(way), options)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("way", WAYS)
 def test_entries_and_what_is_made_of_them_are_those_of_the_batch(way: str, options: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def said(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(lambda: Says(what), options and {**options, "check": True}, function=function)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [*LAYOUTS, LAST], ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("what", SAID)
 @pytest.mark.parametrize("function", ["fit", "predict"])
@@ -153,7 +153,7 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(KINDS[name], options and {**options, "check": True})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", LAYOUTS[:2], ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("name", KINDS)
 def test_it_trains_as_on_one_device(name: str, options: dict[str, Any]) -> None:

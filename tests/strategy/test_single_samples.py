@@ -49,7 +49,7 @@ def fitted(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
     return run(lambda: Net(*name.split(": ")), options and {**options, "check": True})
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", LAYOUTS, ids=lambda options: "-".join(map(str, options.values())))
 @pytest.mark.parametrize("picked", PICKED)
 @pytest.mark.parametrize("way", ["kept", "returned", "logged"])
