@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.capture.replayed.replay import Replay
+from lightning_pipe.core.plan import microbatch_sizes
 from lightning_pipe.core.program import Layout
 from lightning_pipe.schedule import order_of
 from lightning_pipe.schedule.lower import lower
@@ -25,6 +27,7 @@ from zoo.replaying import Replayed, traced
 SAMPLES = 13
 LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
 CONTRASTIVE = ("info_nce", "simclr", "triplets")
+MIDDLE = ("centred_in_the_middle",)
 LATER = ("looks_at_all_samples_later", "makes_inputs_of_all_samples_later", "ties_weights_and_masks")
 
 
@@ -125,6 +128,12 @@ def triplets(m, x, y):
 
 
 @loss
+def centred_in_the_middle(m, x, y):
+    h = m.body[1](m.body[0](x))
+    return F.cross_entropy(m.body[2](h - h.mean(0)), y)
+
+
+@loss
 def looks_at_all_samples_later(m, x, y):
     return F.cross_entropy(m.body(x if m.global_step < 2 else x - x.mean(0)), y, label_smoothing=0.1).sqrt()
 
@@ -215,7 +224,7 @@ def assert_as_one_device(
 
 @pytest.mark.parametrize("capture", ["auto", "replay"])
 def test_whatever_the_loss_a_batch_is_that_of_one_device(capture):
-    table = [name for name in LOSSES if name not in (*CONTRASTIVE, *LATER)]
+    table = [name for name in LOSSES if name not in (*CONTRASTIVE, *LATER, *MIDDLE)]
     options = {"microbatches": 3, "schedule": "gpipe", "capture": capture}
     assert_as_one_device(table, options, batches=1, rounding=1e-12)
 
@@ -231,6 +240,37 @@ def test_replicas_and_more_stages_train_as_one_device_too(layout):
 def test_losses_that_compare_samples_train_as_on_one_device(capture, microbatches):
     options = {"microbatches": microbatches, "schedule": "gpipe", "capture": capture}
     assert_as_one_device([*CONTRASTIVE], options, batches=4, rounding=1e-9)
+
+
+def accumulated(name: str, microbatches: int) -> dict[str, torch.Tensor]:
+    """Return the weights after one batch whose micro-batches are steps of their own, weighed by their samples."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (SAMPLES,), generator=generator)
+    module, sizes = Net(name), microbatch_sizes(SAMPLES, microbatches)
+    for part, kinds in zip(x.split(sizes), y.split(sizes), strict=True):
+        (LOSSES[name](module, part, kinds) * len(part) / SAMPLES).backward()
+    module.configure_optimizers().step()
+    return dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_by_microbatch_trains_as_accumulation_does(capture):
+    options = {"microbatches": 3, "layout": "1-1", "capture": capture, "whole_batch": "by_microbatch"}
+    for found in World(2).run(fitted, ["contrastive", "flooding", "centred_in_the_middle"], options, 1):
+        for name, (_, _, _, weights) in found.items():
+            torch.testing.assert_close(weights, accumulated(name, 3), rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_what_meets_in_the_middle_is_told_and_exact_where_that_is_wanted():
+    name, options = "centred_in_the_middle", {"microbatches": 3, "layout": "1", "capture": "joint"}
+    batch = (torch.zeros(SAMPLES, 6, dtype=torch.float64), torch.zeros(SAMPLES, dtype=torch.long))
+    with pytest.warns(UserWarning, match=r"test_whole_batches.py:\d+ .* in the middle of the model"):
+        capture_step(Request(Net(name), "training_step", flatten(batch)[1], samples=5))
+    found = fitted([name], options, 1)[name][-1]
+    torch.testing.assert_close(found, accumulated(name, 3), rtol=1e-9, atol=1e-9)
+    exact = fitted([name], {**options, "whole_batch": "exact", "schedule": "gpipe"}, 1)[name][-1]
+    torch.testing.assert_close(exact, fitted([name], None, 1)[name][-1], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("options", [{"layout": "1-1"}, {"layout": "2"}], ids=str)
