@@ -297,6 +297,7 @@ def test_a_proven_mean_keeps_its_program_and_its_head_only_speaks():
     verify(lowered[0])
     lines, plain = ([[*map(str, line)] for line in program.ranks] for program in lowered)
     assert "HEAD" in lines[1]
+    assert not found.trace.is_random_in_python, "its trials draw, and leave nothing behind"
     assert [[x for x in line if "HEAD" not in x and "FREE" not in x] for line in lines] == [
         [x for x in line if "FREE" not in x] for line in plain
     ]

@@ -311,9 +311,7 @@ class UnitRecorder:
             for t, c in zip(self._tensors, self._cut, strict=True)
         ]
         no_randomness = NoRandomness()  # type: ignore[no-untyped-call]  # torch's constructor has no types
-        random.seed(0)  # whoever draws from Python's generators puts them back
-        np.random.seed(0)
-        with kept.keeper, self._scene(StepRecording()), no_randomness:
+        with kept.keeper, self._scene(StepRecording()), no_randomness, _dice_alike():
             yield partial(self._call, leaves)
 
     @property
@@ -390,3 +388,16 @@ class UnitRecorder:
             t.index_select(dim, rows.to(t.device)) if c else t.clone()
             for t, c in zip(self._tensors, self._cut, strict=True)
         ]
+
+
+@contextlib.contextmanager
+def _dice_alike() -> Iterator[None]:
+    """Let generators of Python and NumPy draw the same numbers every time, inside."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

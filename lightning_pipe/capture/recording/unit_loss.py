@@ -24,6 +24,8 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_pipe.capture.torch_private import without_modes
+
 Law = Literal["mean", "sum", "fixed", "unknown"]
 Rows = Literal["rows", "fixed", "unknown"]
 
@@ -73,6 +75,11 @@ def reductions(loss: torch.Tensor, *, units: Set[Any] = frozenset(), samples: in
         units: nodes of autograd's graph that made what units return.
         samples: their number.
     """
+    with without_modes():
+        return _reductions(loss, units, samples)
+
+
+def _reductions(loss: torch.Tensor, units: Set[Any], samples: int) -> Reductions:
     kinds: set[Any] = set()
     factors: list[float] = []
     waiting, seen = [loss.grad_fn], set()

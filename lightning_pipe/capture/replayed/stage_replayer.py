@@ -160,14 +160,14 @@ class StageReplayer:
             output = run.run(lambda: self._call(samples, key, leaves, run.untouched))
             trained = self._trained.now()
             loss = self._loss(output)
-            if loss is not None and self._step.trace.law is not None and not self._step.head:
-                recording.law = reductions(loss, units=run.made, samples=samples)
             recording.kept = self._left(python, recording)
             if self._part.number not in self._now.speakers:  # so nobody would hear of it
                 self._now.late.update(left.name for left in recording.kept)
             is_read = self._step.has_backward and any(True for _ in python.changes())
             left = python.now() if is_read else None
             changed = {name: self._step.module.get_buffer(name) for name in self._part.mutations}
+        if loss is not None and self._step.trace.law is not None and not self._step.head:
+            recording.law = reductions(loss, units=run.made, samples=samples)
         recording.called, recording.answers = tuple(run.called), answerer.answers
         recording.unlike = (
             run.touched and f"what it gives {run.touched} is made by it now, and was not when it was traced"

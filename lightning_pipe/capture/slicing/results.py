@@ -123,7 +123,10 @@ class AfterAll:
         slicing = self._slicing
         if node.op == "get_attr" or (node in slicing.of_batch and not self._build.varies(node)):
             return node.op == "placeholder"
-        return slicing.makes(node) or not slicing.levels[node]
+        if not slicing.makes(node) and slicing.levels[node]:
+            return False
+        can_be_repeated = node in slicing.operations and not slicing.is_layer(node) and not is_random(node)
+        return self._is_small(node) or not can_be_repeated
 
     def _is_small(self, node: fx.Node) -> bool:
         value, slicing = node.meta["val"], self._slicing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 
 from lightning_pipe.capture.steps.backward_hooks import hooked_modules
 from lightning_pipe.capture.steps.stage_program import Split
@@ -96,7 +96,7 @@ def warn_of_buffers_by_parts(captured: Captured, *, count: int, known: Set[str])
 
 def _is_of_norm(captured: Captured, buffer: str) -> bool:
     owner = captured.request.module.get_submodule(buffer.rpartition(".")[0])
-    return isinstance(owner, _BatchNorm)
+    return isinstance(owner, nn.modules.batchnorm._BatchNorm)
 
 
 def kept_by_replicas(captured: Captured, split: Split, layout: Layout) -> list[str]:
