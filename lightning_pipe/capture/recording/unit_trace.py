@@ -104,7 +104,8 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             head, headless = head_of(request, trace, first_draws, hooked=hooked, drawn=drawn())
         unlike = ""
         if others and fits and (compared := _with_glue(runner, trace, steady)) is not None:
-            trace, unlike = compared if not drawn() else (compared[0], "")
+            is_accumulated = request.whole_batch == "by_microbatch"
+            trace, unlike = (compared[0], "") if drawn() or is_accumulated else compared
         elif head:
             head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
         steady.restore()
