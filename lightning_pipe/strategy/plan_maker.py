@@ -318,7 +318,8 @@ class PlanMaker:
     def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
         """Compare a captured step with the plain one; return whether it was compared."""
         first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-        first = min(samples, max(first, _FEWEST))
+        some = min(samples, max(first, _FEWEST))
+        first = first if captured.capture.misfit(some) else some
         if captured.capture.misfit_of_results(first):
             first = samples  # a graph of batches of this size alone says nothing of smaller ones
         return self._compared(captured, call, samples=first).is_compared

@@ -261,3 +261,11 @@ def head_of(
     if trace.loss is not None and any(math.prod(output.shape) > MOST_SAID * trace.samples for output in outputs):
         return "", f"its sub-modules return more than {MOST_SAID:,} numbers of every sample"
     return "speaks", ""
+
+
+def without_head(request: Request, trace: UnitTrace, headless: str) -> str:
+    """Return why batches of a step without a head must not be cut, in words after "since"; "" if they may be."""
+    if not headless or trace.law is not None or request.whole_batch == "by_microbatch":
+        return ""
+    what = "what micro-batches say does not" if trace.loss is None else "losses of micro-batches are not known to"
+    return f"{what} make that of the batch: {headless}"

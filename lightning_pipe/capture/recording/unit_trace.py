@@ -33,7 +33,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
-from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of, without_head
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
 from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
@@ -111,7 +111,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         steady.restore()
         in_python = drawn()
     whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
-    whole = (only or whole or unlike or _without_head(request, trace, headless)) if fits else _KEEPS_SIZES
+    whole = (only or whole or unlike or without_head(request, trace, headless)) if fits else _KEEPS_SIZES
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),
@@ -124,14 +124,6 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         sets_first=(cold - later - trace.writes) | (first_buffers - once),
         is_for_one_count=bool(only),
     )
-
-
-def _without_head(request: Request, trace: UnitTrace, headless: str) -> str:
-    """Return why batches of a step without a head must not be cut, in words after "since"; "" if they may be."""
-    if not headless or trace.law is not None or request.whole_batch == "by_microbatch":
-        return ""
-    what = "what micro-batches say does not" if trace.loss is None else "losses of micro-batches are not known to"
-    return f"{what} make that of the batch: {headless}"
 
 
 def _with_first_writes(unit: Unit, names: frozenset[str]) -> Unit:
