@@ -249,7 +249,7 @@ def test_gradients_in_files_are_those_in_memory(short_of_memory):
     loss, worst = compared(module, batch)
     assert len(short_of_memory) == 2 * 6, "both runs of each of the parameters"
     assert any(gradient.any() for gradient in short_of_memory)
-    assert loss.relative == 0.0 and worst.relative <= worst.allowed
+    assert loss.relative <= loss.allowed and worst.relative <= worst.allowed
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
