@@ -81,11 +81,16 @@ class Runs:
                 values[node] = values[node.args[0]][node.args[1]]
             elif (operation := self.slicing.operations.get(node)) is None:
                 continue
-            elif (node in self.dice or "batch_norm" in operation.name) and self.slicing.makes(node):
+            elif self.slicing.makes(node) and self._is_of_its_own(operation):
                 values[node] = self._by_microbatch(operation, values)
             else:
                 values[node] = self._call(operation, values.__getitem__)
         return values
+
+    def _is_of_its_own(self, operation: BatchOperation) -> bool:
+        """Return whether every micro-batch draws numbers of its own, or takes statistics of its own."""
+        is_drawn = operation.node in self.dice and operation.node not in self.slicing.of_batch
+        return is_drawn or "batch_norm" in operation.name
 
     def _by_microbatch(self, operation: BatchOperation, values: Values) -> Any:
         wanted = self.slicing.cuts[operation.node].operands
@@ -149,7 +154,9 @@ class Runs:
             for m in range(len(self.sizes)):
                 for node in now:
                     if slicing.makes(node):
-                        values.setdefault(node, []).append(self._of(node, values, read, m))
+                        is_drawn = node in self.dice and node in slicing.of_batch
+                        part = self._rows(of_batch(node), slicing.placements[node], m) if is_drawn else None
+                        values.setdefault(node, []).append(part if is_drawn else self._of(node, values, read, m))
         return whole
 
     def _once(self, node: fx.Node, values: Values, whole: Read) -> None:
@@ -205,7 +212,11 @@ def worst_value(runs: Runs) -> tuple[float, str]:
     """Return the largest deviation of a value that micro-batches make, of its largest number, and its operator."""
     with torch.no_grad():
         whole, sliced = runs.whole(), runs.sliced()
-    made = [node for node in runs.slicing.operations if runs.slicing.makes(node)]
+    made = [
+        node
+        for node, operation in runs.slicing.operations.items()
+        if runs.slicing.makes(node) and not operation.name.startswith("empty")  # which holds whatever was there
+    ]
     tensors = [node for node in made if isinstance(whole[node], torch.Tensor)]
     return max(((_gap(whole[node], sliced(node), 1e-5), str(node.target)) for node in tensors), default=(0.0, ""))
 
