@@ -69,13 +69,13 @@ class _Piece:
 
     def lists(self, rows: Rows) -> Iterator[tuple[Place, Sequence[Any]]]:
         """Yield the lists that have no item for every sample, and are in none that has."""
-        lists = lists_said(self.recording.returned, self.recording.calls)
-        return ((place, items) for place, items in lists if not is_under(place, _lists_of(rows)))
+        lists, joined = lists_said(self.recording.returned, self.recording.calls), _lists_of(rows)
+        return ((place, items) for place, items in lists if not is_under(place, joined))
 
     def leaves(self, rows: Rows) -> Iterator[SaidLeaf]:
         """Yield what is in no list that has an item for every sample."""
-        leaves = leaves_said(self.recording.returned, self.recording.calls)
-        return (leaf for leaf in leaves if not is_under(leaf.place, _lists_of(rows)))
+        leaves, joined = leaves_said(self.recording.returned, self.recording.calls), _lists_of(rows)
+        return (leaf for leaf in leaves if not is_under(leaf.place, joined))
 
     @property
     def calls(self) -> dict[Place, LogCall | ObjectCall]:
