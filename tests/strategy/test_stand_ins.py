@@ -306,7 +306,8 @@ def fit_raising(options: dict[str, Any]) -> Any:
 
 def test_an_error_of_a_stand_in_ends_training_with_its_way_out() -> None:
     for result in World(2).results(fit_raising, {"layout": "1-1", "microbatches": 2}, deadline_s=40):
-        assert isinstance(result, Raised) and result.kind == "AbsentError" and "whole_module" in result.text
+        assert isinstance(result, Raised) and result.kind in ("AbsentError", "PeerFailure"), result  # of either rank
+        assert "AbsentError" in f"{result.kind}: {result.text}" and "whole_module" in result.text
 
 
 class Normalised(Net):
