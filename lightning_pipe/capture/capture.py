@@ -28,7 +28,7 @@ from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.unit_state import tensors_in
 from lightning_pipe.capture.slicing.accumulated import accumulated, uncut
-from lightning_pipe.capture.slicing.results import Derived
+from lightning_pipe.capture.slicing.results import LateValue
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
 from lightning_pipe.capture.stages.graph_draws import graph_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
@@ -58,7 +58,7 @@ class Capture:
         device: where it will run.
         batch_dim: dimension of the samples in the tensors of the batch.
         general: the traced graph with symbols for lengths; None where these are constants.
-        derived, whole, ..., is_exact: as for every `capture.route.Route`.
+        late_values, whole, ..., is_exact: as for every `capture.route.Route`.
     """
 
     graph: Graph
@@ -70,7 +70,7 @@ class Capture:
     device: torch.device
     batch_dim: int = 0
     general: JointGraph | None = None
-    derived: tuple[Derived, ...] = ()
+    late_values: tuple[LateValue, ...] = ()
     by_parts: tuple[str, ...] = ()
     whole: str = ""
     plays: ClassVar[None] = None

@@ -21,7 +21,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.units import Head
-from lightning_pipe.capture.slicing.results import Derived
+from lightning_pipe.capture.slicing.results import LateValue
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
@@ -157,7 +157,7 @@ class Route(Protocol):
         ...
 
     @property
-    def derived(self) -> tuple[Derived, ...]:
+    def late_values(self) -> tuple[LateValue, ...]:
         """Return how results are made which are not combined from those of micro-batches, but of other results."""
         ...
 

@@ -145,7 +145,7 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | N
         aliases=aliases,
         device=device,
         batch_dim=dim,
-        derived=step.derived,
+        late_values=step.late_values,
         whole_graph=step.whole,
         batch_values=step.batch,
         by_parts=step.by_parts,

@@ -15,7 +15,7 @@ from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.steps.stage_program import Combine, Value, memory_order
 
 BATCH_STATISTICS = "batch statistics"
-UNKNOWN_MIXING = "samples may be mixed"
+UNKNOWN_MIXING = "may look at other samples"
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Flow:
     """What is known of every node by name.
 
     Attributes:
-        roles: how values of micro-batches make that of the batch.
+        combine: how values of micro-batches make that of the batch.
         samples: where samples lie; absent where they do not, or not in consecutive rows.
         coupled: nodes that mix samples, with the reason.
-        loss: role of the loss.
+        loss: of the loss.
     """
 
-    roles: Mapping[str, Combine]
+    combine: Mapping[str, Combine]
     samples: Mapping[str, SampleRows]
     coupled: Mapping[str, str]
     loss: Combine
@@ -56,7 +56,7 @@ def value(node: fx.Node, joint: JointGraph, flow: Flow) -> Value:
         batch_dim=rows.dim if rows else None,
         rows=rows.rows if rows else 1,
         outer=rows.outer if rows else 1,
-        combine=flow.roles[node.name],
+        combine=flow.combine[node.name],
         order=_memory_order(meta, joint),
     )
 

@@ -8,7 +8,7 @@
    which outputs have shapes that nothing tells beforehand.
 4  Runs on two parts of some samples and on both tell whether glue gives units of micro-batches what the batch gives
    them (`unit_inputs`). Where the batch's head cannot say what the step says, more of them tell how what is said of
-   micro-batches is combined (`said_roles`).
+   micro-batches is combined.
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
 step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
@@ -327,8 +327,8 @@ def _once(runs: Sequence[Run]) -> frozenset[str]:
     first, *others = runs
     same = {n for n, b in first.buffers.items() if all(same_content(b, o.buffers.get(n)) for o in others)}
     same -= frozenset().union(*(run.of_samples for run in runs))
-    mixed = {name.rpartition(".")[0] for name in first.buffers if name not in same} - {""}
-    return frozenset(name for name in same if name.rpartition(".")[0] not in mixed)
+    changing = {name.rpartition(".")[0] for name in first.buffers if name not in same} - {""}
+    return frozenset(name for name in same if name.rpartition(".")[0] not in changing)
 
 
 def _keeping(run: Run) -> frozenset[int]:

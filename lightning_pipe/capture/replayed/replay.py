@@ -34,7 +34,7 @@ from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.replayed.stage_spec import BatchContext
 from lightning_pipe.capture.replayed.unit_draws import unit_draws
 from lightning_pipe.capture.replayed.unit_split import UnitSplitter
-from lightning_pipe.capture.slicing.results import Derived
+from lightning_pipe.capture.slicing.results import LateValue
 from lightning_pipe.capture.stages.assign import moved
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.module_tables import HookTables, canonical_names
@@ -60,10 +60,10 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        derived, ..., unwritten_buffers: as for every `capture.route.Route`.
+        late_values, ..., unwritten_buffers: as for every `capture.route.Route`.
     """
 
-    derived: ClassVar[tuple[Derived, ...]] = ()
+    late_values: ClassVar[tuple[LateValue, ...]] = ()
     by_parts: ClassVar[tuple[str, ...]] = ()
     general: ClassVar[None] = None
     name: ClassVar[str] = "replay"

@@ -25,37 +25,37 @@ def accumulated(joint: JointGraph, *, batch_dim: int) -> Flow:
         batch_dim: dimension of the samples in tensors of the batch.
     """
     slicing = Slicing(joint, joint.samples, batch_dim=batch_dim)
-    roles: dict[str, Combine] = {}
+    combine: dict[str, Combine] = {}
     samples: dict[str, SampleRows] = {}
     made_of_samples = set[str]()
     for node in joint.module.graph.nodes:
         placement = slicing.placements.get(node)
         if isinstance(placement, Rows):
-            roles[node.name] = "cat"
+            combine[node.name] = "cat"
             samples[node.name] = SampleRows(placement.dim, placement.per_sample, placement.outer)
         elif placement is TERMS:
-            roles[node.name] = "sum"
+            combine[node.name] = "sum"
         elif any(source.name in made_of_samples for source in node.all_input_nodes):
             value = node.meta.get("val")
             is_number = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-            roles[node.name] = "mean" if is_number else "last"
+            combine[node.name] = "mean" if is_number else "last"
         else:
-            roles[node.name] = "same"
+            combine[node.name] = "same"
             continue
         made_of_samples.add(node.name)
     questions = joint.results[len(joint.results) - len(joint.record.guards) :]
     statistics = (node for node in slicing.operations if takes_batch_statistics(node) and not is_backward(node))
     coupled = {node.name: BATCH_STATISTICS for node in statistics if slicing.operations[node].trains}
-    loss: Combine = "same" if joint.loss is None else "sum" if roles[joint.loss] == "sum" else "mean"
+    loss: Combine = "same" if joint.loss is None else "sum" if combine[joint.loss] == "sum" else "mean"
     for name in questions:
-        roles[name] = "max"
+        combine[name] = "max"
     if joint.loss is not None:
-        roles[joint.loss] = loss
-    return Flow(roles, samples, coupled, loss)
+        combine[joint.loss] = loss
+    return Flow(combine, samples, coupled, loss)
 
 
 def uncut(joint: JointGraph) -> Flow:
     """Return how the only micro-batch of a batch makes its values."""
-    roles: dict[str, Combine] = {node.name: "same" for node in joint.module.graph.nodes}
+    combine: dict[str, Combine] = {node.name: "same" for node in joint.module.graph.nodes}
     loss: Combine = "same" if joint.loss is None else "mean"
-    return Flow(roles | ({joint.loss: loss} if joint.loss else {}), {}, {}, loss)
+    return Flow(combine | ({joint.loss: loss} if joint.loss else {}), {}, {}, loss)

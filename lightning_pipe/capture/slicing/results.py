@@ -28,7 +28,7 @@ _MOST_NUMBERS = 4096  # of a source, for every sample if it has samples: more is
 
 
 @dataclass(frozen=True)
-class Derived:
+class LateValue:
     """A result, or the new content of a buffer, that is made when all micro-batches are there.
 
     Attributes:
@@ -79,7 +79,7 @@ class AfterAll:
         placement = self._slicing.placements[node]
         is_part = isinstance(placement, Rows) or placement in (TERMS, LOCAL)
         combined = build.part(name) if is_part else build.once(name)
-        if combined is None and not self._is_derived(node, ""):
+        if combined is None and not self._is_made_after(node, ""):
             combined = build.local(node)
             self.by_parts.append(line_of(node))
         self.names[name] = name if combined is None else combined.name
@@ -89,15 +89,15 @@ class AfterAll:
         """Return the term of the loss; None if it is made when all micro-batches are there."""
         node = self.nodes[name]
         is_early = not self._slicing.levels[node] and self._slicing.placements[node] is not LOCAL
-        if not is_early and self._is_derived(node, ""):
+        if not is_early and self._is_made_after(node, ""):
             return None
         return self._build.term(name)
 
     def state(self, state: str, name: str) -> bool:
         """Let the new content of a buffer be made when all micro-batches are there; return whether that is possible."""
-        return self._is_derived(self.nodes[name], state)
+        return self._is_made_after(self.nodes[name], state)
 
-    def _is_derived(self, node: fx.Node, state: str) -> bool:
+    def _is_made_after(self, node: fx.Node, state: str) -> bool:
         behind = self._behind(node)
         origins = [source for source in behind if self._is_source(source)]
         is_drawn = any(is_random(source) for source in behind if source not in origins)
@@ -147,13 +147,13 @@ class AfterAll:
         return part
 
     @property
-    def derived(self) -> tuple[Derived, ...]:
+    def late_values(self) -> tuple[LateValue, ...]:
         """Return the results that are made when all micro-batches are there."""
         emitter = Emitter(self._slicing.joint, repeated=frozenset(), device=self._device)
         return tuple(self._made(emitter, *wanted) for wanted in self._wanted)
 
-    def _made(self, emitter: Emitter, node: fx.Node, state: str, sources: Mapping[fx.Node, fx.Node]) -> Derived:
-        return Derived(node.name, half_of(emitter, sources, [node.name]), line_of(node), state)
+    def _made(self, emitter: Emitter, node: fx.Node, state: str, sources: Mapping[fx.Node, fx.Node]) -> LateValue:
+        return LateValue(node.name, half_of(emitter, sources, [node.name]), line_of(node), state)
 
 
 def half_of(emitter: Emitter, sources: Mapping[fx.Node, fx.Node], outputs: Sequence[str]) -> Half:

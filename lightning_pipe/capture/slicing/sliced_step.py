@@ -21,7 +21,7 @@ from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, Sa
 from lightning_pipe.capture.operators import takes_batch_statistics
 from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
-from lightning_pipe.capture.slicing.results import AfterAll, Derived, SlicedHead, line_of
+from lightning_pipe.capture.slicing.results import AfterAll, LateValue, SlicedHead, line_of
 from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.stages.emit import Emitter
@@ -40,7 +40,7 @@ class SlicedStep:
     Attributes:
         joint: the graph of a micro-batch.
         flow: how its values make those of the batch.
-        derived: results that are made when all micro-batches are there.
+        late_values: results that are made when all micro-batches are there.
         batch: what is computed where the batch is loaded; None if nothing is.
         whole: the graph of the whole batch.
         by_parts: lines of results that are means over micro-batches.
@@ -49,7 +49,7 @@ class SlicedStep:
 
     joint: JointGraph
     flow: Flow
-    derived: tuple[Derived, ...]
+    late_values: tuple[LateValue, ...]
     batch: ValuesOfBatch | None
     whole: JointGraph
     by_parts: tuple[str, ...]
@@ -128,7 +128,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     after = AfterAll(slicing, build, device)
     results = {name: after.result(name) for name in dict.fromkeys(whole.results)}
     loss = None if whole.loss is None else after.loss(whole.loss)
-    roles: dict[str, Combine] = {}
+    combine: dict[str, Combine] = {}
     mutations: dict[str, fx.Node] = {}
     for state, new in whole.mutations.items():
         once = build.once(new)
@@ -139,7 +139,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
             mutations[state] = build.local(by_name[new])
         elif placement is TERMS:
             mutations[state] = build.mean(new)
-            roles[mutations[state].name] = "mean"
+            combine[mutations[state].name] = "mean"
         elif not after.state(state, new):
             raise WaitsForAllError(by_name[new])
     gradients = tuple((build.term(name), parameter) for name, parameter in whole.gradients)
@@ -181,8 +181,8 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
         batch_buffers=frozenset() if of_batch is None else frozenset(of_batch.buffers),
         conditions=(),
     )
-    flow = _flow(cut, build, slicing, roles)
-    return SlicedStep(cut, flow, after.derived, of_batch, whole, tuple(after.by_parts), head.work)
+    flow = _flow(cut, build, slicing, combine)
+    return SlicedStep(cut, flow, after.late_values, of_batch, whole, tuple(after.by_parts), head.work)
 
 
 def _without_unused(build: MicrobatchGraph) -> tuple[InputValue, ...]:
@@ -211,7 +211,7 @@ def _values_of_batch(
     return ValuesOfBatch(half, tuple(values), leaves, buffers, batch_dim)
 
 
-def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Mapping[str, Combine]) -> Flow:
+def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, combine: Mapping[str, Combine]) -> Flow:
     known: dict[str, Combine] = {}
     samples: dict[str, SampleRows] = {}
     for node in joint.module.graph.nodes:
@@ -221,7 +221,7 @@ def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, roles: Ma
             samples[node.name] = SampleRows(placement.dim, placement.per_sample, placement.outer)
     statistics = (node for node in slicing.operations if takes_batch_statistics(node) and _is_local(slicing, node))
     coupled = {node.name: BATCH_STATISTICS for node in statistics}
-    return Flow({**known, **roles}, samples, coupled, "same" if joint.loss is None else "sum")
+    return Flow({**known, **combine}, samples, coupled, "same" if joint.loss is None else "sum")
 
 
 def _is_local(slicing: Slicing, node: fx.Node) -> bool:

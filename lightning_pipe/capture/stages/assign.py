@@ -141,7 +141,7 @@ def unsliceable(joint: JointGraph, kinds: Kinds, flow: Flow) -> frozenset[int]:
     found: set[int] = set()
     for node in joint.module.graph.nodes:
         begin = position.get(kinds.parents.get(node.name, node.name))
-        located = node.name in flow.samples or flow.roles.get(node.name, "same") == "same"
+        located = node.name in flow.samples or flow.combine.get(node.name, "same") == "same"
         if begin is None or located or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         uses = [position.get(kinds.parents.get(user.name, user.name), begin) for user in node.users]

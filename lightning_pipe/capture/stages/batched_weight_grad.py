@@ -65,8 +65,8 @@ class _Search:
     def __init__(self, joint: JointGraph, kinds: Kinds, flow: Flow) -> None:
         self._joint, self._flow = joint, flow
         places = positions(joint, kinds)
-        mixed = {places[name] for name in flow.coupled if name in places}
-        self._mixing = {name for name, place in places.items() if place in mixed}
+        coupled = {places[name] for name in flow.coupled if name in places}
+        self._mixing = {name for name, place in places.items() if place in coupled}
         state = {**joint.parameters, **joint.buffers}
         self._overwritten = {name for name, own in state.items() if own in joint.mutations}
         self._depends: dict[str, _Depends] = {}

@@ -18,12 +18,12 @@ _COUNTS_STATISTICS = "num_batches_tracked"  # how often statistics beside it wer
 
 def state_once(joint: JointGraph, flow: Flow) -> frozenset[str]:
     """Name the buffers and parameters whose new content depends on no sample, and on no state that does."""
-    return _apart(joint, flow, roles=("same",))
+    return _apart(joint, flow, ways=("same",))
 
 
 def state_averaged(joint: JointGraph, flow: Flow) -> frozenset[str]:
     """Name the buffers whose new content is a mean over samples, and is computed with no other state that is not."""
-    return _apart(joint, flow, roles=("same", "mean")) - state_once(joint, flow)
+    return _apart(joint, flow, ways=("same", "mean")) - state_once(joint, flow)
 
 
 def is_statistics(joint: JointGraph, flow: Flow, new: str) -> bool:
@@ -35,27 +35,27 @@ def is_statistics(joint: JointGraph, flow: Flow, new: str) -> bool:
 
 def state_by_parts(joint: JointGraph, flow: Flow) -> tuple[str, ...]:
     """Name the buffers that micro-batches change one after another for their samples, but for batch statistics."""
-    written = ((state, new) for state, new in joint.mutations.items() if flow.roles.get(new) != "same")
+    written = ((state, new) for state, new in joint.mutations.items() if flow.combine.get(new) != "same")
     return tuple(sorted(state for state, new in written if not is_statistics(joint, flow, new)))
 
 
-def _apart(joint: JointGraph, flow: Flow, *, roles: tuple[Combine, ...]) -> frozenset[str]:
-    """Name the state whose new content has such a role, and is computed apart from all other state that is written."""
+def _apart(joint: JointGraph, flow: Flow, *, ways: tuple[Combine, ...]) -> frozenset[str]:
+    """Name the state whose new content is made so, and apart from all other state that is written."""
     places = {state: p for p, state in {**joint.parameters, **joint.buffers}.items() if state in joint.mutations}
     reads = _states_read(joint, places)
     once = {
         state
         for state, new in joint.mutations.items()
-        if flow.roles.get(new) in roles
+        if flow.combine.get(new) in ways
         and not state.endswith(_COUNTS_STATISTICS)
         and not is_statistics(joint, flow, new)
     }
     while True:
         others = joint.mutations.keys() - once
-        mixed = {s for s in once if reads[s] & others or any(s in reads[other] for other in others)}
-        if not mixed:
+        entangled = {s for s in once if reads[s] & others or any(s in reads[other] for other in others)}
+        if not entangled:
             return frozenset(once)
-        once -= mixed
+        once -= entangled
 
 
 def _states_read(joint: JointGraph, places: dict[str, str]) -> dict[str, set[str]]:

@@ -119,7 +119,7 @@ def _of_batch(
             batch[name] = combine(parts, value, how=how)
         else:
             batch[name] = contents[0]
-    return batch | {one.name: one.of(batch, sum(sizes)) for one in captured.derived}
+    return batch | {one.name: one.of(batch, sum(sizes)) for one in captured.late_values}
 
 
 class _Stages:

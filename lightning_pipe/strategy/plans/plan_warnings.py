@@ -1,4 +1,4 @@
-"""Warnings of what a plan changes beside one device: samples that are mixed, hooks that run more often."""
+"""Warnings of what a plan changes beside one device: sub-modules that mix samples, hooks that run more often."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def warn_of_batch_statistics(plan: Plan, graph: Graph) -> None:
     """Warn of batch norms, which take the statistics of micro-batches, and of slices of them."""
     norms = [node for node in graph.nodes if node.name in graph.coupled and "batch_norm" in node.op]
     if norms and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
-        rank_zero_warn(_mixed(dict.fromkeys(node.module or node.op for node in norms)))
+        rank_zero_warn(_mixing(dict.fromkeys(node.module or node.op for node in norms)))
 
 
 def warn_of_mixing(captured: Captured, *, known: Set[str]) -> set[str]:
@@ -43,15 +43,15 @@ def warn_of_mixing(captured: Captured, *, known: Set[str]) -> set[str]:
     """
     plays = captured.capture.plays
     if plays is not None and (new := [path for path in plays.mixing if path not in known]):
-        rank_zero_warn(_mixed(new))
+        rank_zero_warn(_mixing(new))
         return {*new}
     return set()
 
 
-def _mixed(names: Iterable[str]) -> str:
+def _mixing(names: Iterable[str]) -> str:
     return (
-        f"Samples are mixed in {', '.join(names)}: it sees micro-batches (or slices) instead of whole batches, as with "
-        "gradient accumulation, so results differ a little from those of one device without accumulation."
+        f"Samples of a batch meet in {', '.join(names)}: it sees micro-batches (or slices) instead of whole batches, "
+        "as with gradient accumulation, so results differ a little from those of one device without accumulation."
     )
 
 

@@ -63,14 +63,14 @@ class MappedTensors:
 
     def copied_if_possible(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in a file; as it is, like all later ones, and say so once, if that fails."""
-        copied = self._tried(self.copied, tensor)
+        copied = self._made_in_file(self.copied, tensor)
         return tensor if copied is None else copied
 
     def zeros_if_possible(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return zeros in a file, as many as a tensor of the host has elements; None if it is small, or that fails."""
-        return None if tensor.nbytes < _SMALL_BYTES else self._tried(self._made, tensor)
+        return None if tensor.nbytes < _SMALL_BYTES else self._made_in_file(self._made, tensor)
 
-    def _tried(self, make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
+    def _made_in_file(self, make: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor | None:
         """Return what is made in a file; None, for all later ones too, if that fails, which is said once."""
         if self._is_refused:
             return None

@@ -58,9 +58,9 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
 
 def exchanged(capture: Route) -> tuple[str, ...]:
     """Return the names of all values that ranks exchange after the step: what results are made of in their place."""
-    derived = {one.name for one in capture.derived}
-    names = [name for name in outputs(capture.record) if name not in derived]
-    return tuple(dict.fromkeys([*names, *(name for one in capture.derived for name in one.half.inputs)]))
+    late_values = {one.name for one in capture.late_values}
+    names = [name for name in outputs(capture.record) if name not in late_values]
+    return tuple(dict.fromkeys([*names, *(name for one in capture.late_values for name in one.half.inputs)]))
 
 
 def replay(

@@ -146,9 +146,9 @@ class Runner:
                 self._warn_of_unknown(unknown)
             if not training:  # else the step is traced again
                 self._warn_of_late_changes(plays.late_changes(), call.method, program.layout)
-        made = {one.name: one.of(values, sum(sizes)) for one in step.capture.derived}
+        made = {one.name: one.of(values, sum(sizes)) for one in step.capture.late_values}
         with torch.no_grad():
-            for one in step.capture.derived:
+            for one in step.capture.late_values:
                 if one.state:
                     self._weights.write(one.state, made[one.name])
         values = {**values, **made}

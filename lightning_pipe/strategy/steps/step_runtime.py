@@ -173,7 +173,7 @@ class RankStep:
         """Return why no forwards may run ahead of the step's batch; "" if they may."""
         if self.capture.plays is not None:
             return "its Python is replayed"
-        if state := next((one.state for one in self.capture.derived if one.state), ""):
+        if state := next((one.state for one in self.capture.late_values if one.state), ""):
             return f"all samples of a batch make the buffer {state}"
         if self.split.traffic.head is not None:
             return "its gradients need all samples of the batch"
