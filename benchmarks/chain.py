@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.steps.stage_program import Half, RandomKey, Split, StageProgram
+from lightning_pipe.capture.steps.stage_program import BatchHead, Half, RandomKey, Split, StageProgram
 from lightning_pipe.core.effects import OwnWork
 from lightning_pipe.core.program import (
     Bucket,
     Compute,
     ComputeKind,
+    HeadTraffic,
     Layout,
     Message,
     Options,
@@ -53,6 +54,8 @@ class ChainPrices:
         call_s: seconds that the runtime adds to every compute.
         latency_s: seconds of every message and every sum.
         posting_s: seconds for which the posting of a message keeps its sender.
+        head: seconds per sample of the head of the last stage, which makes its gradients for all micro-batches at once;
+            None if it has none.
     """
 
     computes: tuple[tuple[float, float, float], ...]
@@ -60,6 +63,7 @@ class ChainPrices:
     call_s: float = 0.0
     latency_s: float = 0.0
     posting_s: float = 0.0
+    head: float | None = None
 
     def of(self, stage: int, kind: ComputeKind, samples: int) -> float:
         """Return the seconds of a compute of a stage on any rank."""
@@ -90,12 +94,12 @@ class ChainPrices:
         return bucket.bytes
 
     def head_s(self, rank: int, samples: int) -> float:
-        """Return nothing: the chain has no head."""
-        return 0.0
+        """Return the seconds of the head of a batch."""
+        return (self.head or 0.0) * samples
 
     def head_bytes(self, samples: int) -> tuple[int, int]:
-        """Return nothing: the chain has no head."""
-        return 0, 0
+        """Return the bytes that the head reads and makes."""
+        return (0, 0) if self.head is None else (self.bytes_per_sample * samples, self.bytes_per_sample * samples)
 
     def step_s(self, rank: int) -> float:
         return 0.0
@@ -157,7 +161,30 @@ def sleeping_split(prices: ChainPrices, sleep: Callable[[float], None] = nap) ->
     """Return the stages of a chain whose functions sleep for what is left of their price, and pass tensors on."""
     width = prices.bytes_per_sample // ELEMENT_BYTES
     idle = chain_split(len(prices.computes), width=width, work=lambda stage, kind, samples: None)
-    return replace(idle, stages=tuple(_sleeping(program, prices, sleep) for program in idle.stages))
+    split = replace(idle, stages=tuple(_sleeping(program, prices, sleep) for program in idle.stages))
+    return split if prices.head is None else _with_head(split, prices, prices.head, sleep)
+
+
+def _with_head(split: Split, prices: ChainPrices, seconds: float, sleep: Callable[[float], None]) -> Split:
+    """Return stages of which the last one's gradients are made by a head that sleeps for its price."""
+    *others, last = split.stages
+    assert last.input_grad is not None, "a chain trains"
+    before, rows = last.input_grad.inputs
+    gradients = f"g{last.stage}"
+
+    def head(samples: int, key: RandomKey, given: torch.Tensor) -> Sequence[Any]:
+        sleep(seconds * samples)
+        return (torch.zeros_like(given),)
+
+    headed = replace(
+        last,
+        input_grad=replace(last.input_grad, inputs=(before, gradients)),
+        head=BatchHead(Half((rows,), (gradients,), head)),
+    )
+    made = split.values[f"a{last.stage - 1}"]
+    values = {**split.values, **{name: replace(made, name=name) for name in (rows, gradients)}}
+    traffic = replace(split.traffic, head=HeadTraffic(prices.bytes_per_sample))
+    return replace(split, stages=(*others, headed), values=values, traffic=traffic)
 
 
 def _sleeping(program: StageProgram, prices: ChainPrices, sleep: Callable[[float], None]) -> StageProgram:
@@ -189,10 +216,12 @@ def chain_program(
     options: Options,
     bytes_per_sample: int,
     samples: int = SAMPLES,
+    has_head: bool = False,
 ) -> VerifiedProgram:
     """Return the verified program of a chain under a schedule, for micro-batches of so many samples."""
     order = order_of(schedule, layout=layout, microbatches=microbatches, options=options)
     traffic = chain_traffic(len(layout.stages), bytes_per_sample)
+    traffic = replace(traffic, head=HeadTraffic(bytes_per_sample) if has_head else None)
     join = join_of(schedule, options)
     return verify(lower(order, layout=layout, sizes=(samples,) * microbatches, traffic=traffic, join=join))
 

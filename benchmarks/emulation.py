@@ -63,6 +63,7 @@ class Case:
     schedule: str
     options: Options
     microbatches: int
+    head_s: float | None = None  # of a batch, on the last stage
 
     @property
     def layout(self) -> Layout:
@@ -73,7 +74,9 @@ class Case:
     @property
     def prices(self) -> ChainPrices:
         """Return the prices per sample."""
-        return ChainPrices(tuple((f / SAMPLES, i / SAMPLES, w / SAMPLES) for f, i, w in self.computes))
+        computes = tuple((f / SAMPLES, i / SAMPLES, w / SAMPLES) for f, i, w in self.computes)
+        head = None if self.head_s is None else self.head_s / (SAMPLES * self.microbatches)
+        return ChainPrices(computes, head=head)
 
     def program(self) -> VerifiedProgram:
         """Return the program of this case."""
@@ -83,6 +86,7 @@ class Case:
             schedule=self.schedule,
             options=self.options,
             bytes_per_sample=self.prices.bytes_per_sample,
+            has_head=self.head_s is not None,
         )
 
 
@@ -184,6 +188,8 @@ SCHEDULES: dict[str, tuple[str, Options]] = {
     "1f1b pb": ("1f1b", {"warmup": "pb"}),
 }
 MICROBATCHES = (4, 8, 16)
+HEAD_S = 0.02
+HEADED = {f"{layout}, head": layout for layout in ("1-1-1-1", "2-1-1", "2-3-2-1")}  # all forwards first
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,11 @@ def main() -> int:
         (layout, schedule, m): Case(*LAYOUTS[layout], *SCHEDULES[schedule], m)
         for layout in LAYOUTS
         for schedule in SCHEDULES
+        for m in MICROBATCHES
+    }
+    named |= {
+        (name, "gpipe", m): Case(*LAYOUTS[layout], *SCHEDULES["gpipe"], m, HEAD_S)
+        for name, layout in HEADED.items()
         for m in MICROBATCHES
     }
     started = time.perf_counter()
