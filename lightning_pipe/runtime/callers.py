@@ -14,17 +14,26 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 TOKEN_BYTES = 32
 PATIENCE_S = 5.0
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # token, rank
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")  # token, rank, purpose
 _MOST_WAITING = 256
 _MOST_AT_ONCE = 32  # accepted before something else has its turn
 
 
-def hello(token: bytes, rank: int) -> bytes:
-    """Return what a caller says first."""
-    return _HELLO.pack(token, rank)
+class Caller(NamedTuple):
+    """A caller who has shown the token: its rank, and what it calls for."""
+
+    rank: int
+    purpose: int
+    connection: socket.socket
+
+
+def hello(token: bytes, rank: int, purpose: int = 0) -> bytes:
+    """Return what a caller says first; callers are heard in any order, so one that calls twice says for what."""
+    return _HELLO.pack(token, rank, purpose)
 
 
 def welcome(token: bytes) -> bytes:
@@ -64,18 +73,18 @@ class Callers:
         """Return a descriptor that is readable while somebody calls or speaks."""
         return self._selector.fileno()
 
-    def known(self) -> list[tuple[int, socket.socket]]:
-        """Return the callers that have shown the token since the last time, with their ranks; close others in time."""
+    def known(self) -> list[Caller]:
+        """Return the callers that have shown the token since the last time, in any order; close others in time."""
         found = []
         for key, _ in self._selector.select(0):
             connection = key.fileobj
             assert isinstance(connection, socket.socket), "nothing else is registered"
-            for caller in self._accepted(connection) if connection in self._listeners else [connection]:
-                if (rank := self._rank_of(caller)) is not None:
-                    found.append((rank, caller))
+            for line in self._accepted(connection) if connection in self._listeners else [connection]:
+                if (caller := self._caller(line)) is not None:
+                    found.append(caller)
         now = time.monotonic()
-        for caller in [one for one, (since, _) in self._waiting.items() if now - since > PATIENCE_S]:
-            self._turn_away(caller)
+        for line in [one for one, (since, _) in self._waiting.items() if now - since > PATIENCE_S]:
+            self._turn_away(line)
         return found
 
     def close(self) -> None:
@@ -99,28 +108,28 @@ class Callers:
                 callers.append(caller)
         return callers
 
-    def _rank_of(self, caller: socket.socket) -> int | None:
-        """Read what a caller says; return its rank once that is the token, and stop waiting for it then."""
-        if caller not in self._waiting:  # turned away just now
+    def _caller(self, line: socket.socket) -> Caller | None:
+        """Read what somebody says; return who it is once that is the token, and stop waiting for it then."""
+        if line not in self._waiting:  # turned away just now
             return None
-        since, said = self._waiting[caller]
+        since, said = self._waiting[line]
         try:
-            part = caller.recv(_HELLO.size - len(said))
+            part = line.recv(_HELLO.size - len(said))
         except BlockingIOError:
             return None
         except OSError:
             part = b""
         said += part
         if part and len(said) < _HELLO.size:
-            self._waiting[caller] = (since, said)
+            self._waiting[line] = (since, said)
             return None
         if part:
-            token, rank = _HELLO.unpack(said)
+            token, rank, purpose = _HELLO.unpack(said)
             expected = self._token_of(rank)
             if expected is not None and hmac.compare_digest(token, expected):
-                self._forget(caller)
-                return int(rank)
-        self._turn_away(caller)
+                self._forget(line)
+                return Caller(rank, purpose, line)
+        self._turn_away(line)
         return None
 
     def _turn_away(self, caller: socket.socket) -> None:

@@ -57,15 +57,15 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def make_batch(samples: int) -> tuple[torch.Tensor, ...]:
+def make_batch(samples: int, *, generator: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
     """Return features, classes, a mask of tokens (samples differ in length), tokens, and numbers in [0, 1)."""
     lengths = torch.linspace(0.1, 1.0, samples)[:, None]
     return (
-        torch.randn(samples, FEATURES),
-        torch.randint(CLASSES, (samples,)),
-        torch.rand(samples, LENGTH) > lengths,
-        torch.randint(WORDS, (samples, LENGTH)),
-        torch.rand(samples),
+        torch.randn(samples, FEATURES, generator=generator),
+        torch.randint(CLASSES, (samples,), generator=generator),
+        torch.rand(samples, LENGTH, generator=generator) > lengths,
+        torch.randint(WORDS, (samples, LENGTH), generator=generator),
+        torch.rand(samples, generator=generator),
     )
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipe.runtime.callers import TOKEN_BYTES, hello
 from lightning_pipe.runtime.transport import same_host
 from lightning_pipe.runtime.transport.gloo import GlooTransport
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES
-from lightning_pipe.runtime.transport.same_host import MESSAGES, Passage
+from lightning_pipe.runtime.transport.same_host import MESSAGES, Passage, SameHost, _Listing
 from lightning_pipe.runtime.waiting import Handle
 from ranks.strangers import strangers
 from ranks.world import Raised, World
@@ -63,6 +64,26 @@ def swap_every_size(order: str) -> tuple[list[bool], bool]:
 def test_every_size_arrives_whole_whoever_is_waited_for_first(order: str) -> None:
     for good, used in World(2).run(swap_every_size, order):
         assert all(good) and used
+
+
+def test_who_calls_for_a_later_opening_first_is_not_taken_for_an_earlier_one() -> None:
+    """A rank may be heard late: it has connected, and what it says first is read after what it says next."""
+    host = SameHost(1)
+    host._listings = [_Listing("", bytes([rank]) * TOKEN_BYTES) for rank in range(2)]
+    host._listings[1] = _Listing(host._listen(2), bytes([1]) * TOKEN_BYTES)
+    lines = {}
+    for opening in (2, 1):
+        lines[opening] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        lines[opening].connect(host._listings[1].address)
+        lines[opening].sendall(hello(host._listings[0].token, 0, opening))
+    for opening in (1, 2):
+        host._openings = opening
+        met = host._met({}, {0})
+        lines[opening].sendall(bytes([opening]))
+        assert met[0].recv(1) == bytes([opening])
+        met[0].close()
+        lines[opening].close()
+    host.close()
 
 
 def swap_without_sockets() -> tuple[list[bool], bool]:

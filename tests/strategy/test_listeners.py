@@ -102,12 +102,12 @@ def test_who_says_nothing_is_turned_away_and_so_are_too_many(monkeypatch: pytest
     rank.sendall(hello(b"t" * 32, 1))
     while not (found := callers.known()):
         pass
-    assert [number for number, _ in found] == [1]
+    assert [caller.rank for caller in found] == [1]
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 60)
     assert callers.known() == [] and not callers._waiting
     callers.close()
-    for one in (*silent, rank, *(line for _, line in found)):
+    for one in (*silent, rank, *(caller.connection for caller in found)):
         one.close()
 
 

@@ -290,7 +290,7 @@ class RankGuard:
     def _welcome(self) -> None:
         """Let in the guards that have called and shown the token."""
         assert self._hub is not None and self._callers is not None, "callers come to the hub"
-        for rank, connection in self._callers.known():
+        for rank, _, connection in self._callers.known():
             connection.settimeout(SEND_S)
             with contextlib.suppress(OSError):
                 connection.sendall(welcome(self._token))

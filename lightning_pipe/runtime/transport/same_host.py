@@ -28,7 +28,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from lightning_pipe.runtime.callers import PATIENCE_S, TOKEN_BYTES, Callers, hello
+from lightning_pipe.runtime.callers import PATIENCE_S, TOKEN_BYTES, Caller, Callers, hello
 from lightning_pipe.runtime.transport.host_channel import INLINE_BYTES, Expected, Inbox, Outbox
 from lightning_pipe.runtime.transport.protocol import Channel, Group
 
@@ -57,7 +57,8 @@ class SameHost:
         self._rank = rank
         self._listings: list[_Listing] = []
         self._callers: Callers | None = None
-        self._early: list[tuple[int, socket.socket]] = []  # calls that are not yet answered
+        self._early: list[Caller] = []  # who call for an opening that this rank has not begun
+        self._openings = 0  # which all ranks count alike
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._tried: set[tuple[Purpose, Channel]] = set()
         self._reached: set[tuple[Purpose, Channel]] = set()
@@ -76,6 +77,7 @@ class SameHost:
         if not new:
             return self._reached.issuperset((of, channel) for channel in channels)
         self._tried.update((of, channel) for channel in new)
+        self._openings += 1
         if not self._listings:
             self._listings = self._listed(world)
         reached = torch.zeros(len(new), dtype=torch.uint8)
@@ -182,8 +184,8 @@ class SameHost:
             outbox.close()
         for inbox in self._inboxes.values():
             inbox.close()
-        for _, line in self._early:
-            line.close()
+        for caller in self._early:
+            caller.connection.close()
         self._outboxes.clear()
         self._inboxes.clear()
         self._early.clear()
@@ -191,7 +193,7 @@ class SameHost:
             self._callers.close()
         if self._folder is not None:
             self._folder.cleanup()
-        self._callers, self._folder, self._listings = None, None, []
+        self._callers, self._folder, self._listings, self._openings = None, None, [], 0
         self._tried.clear()
         self._reached.clear()
 
@@ -250,7 +252,7 @@ class SameHost:
             if error.errno != errno.EISCONN:
                 raise
             return True
-        line.sendall(hello(self._listings[self._rank].token, self._rank))
+        line.sendall(hello(self._listings[self._rank].token, self._rank, self._openings))
         return True
 
     def _met(self, lines: Mapping[int, socket.socket], senders: AbstractSet[int]) -> dict[int, socket.socket]:
@@ -263,11 +265,11 @@ class SameHost:
         calling, end = dict(lines), time.monotonic() + _PATIENCE_S
         while True:
             arrived, self._early = self._early, []
-            for sender, line in arrived:
-                if sender in senders and sender not in found:
-                    found[sender] = line
+            for caller in arrived:
+                if caller.purpose == self._openings:
+                    found[caller.rank] = caller.connection
                 else:
-                    self._early.append((sender, line))  # the rank has begun the next opening
+                    self._early.append(caller)  # the rank has begun the next opening
             calling = {peer: line for peer, line in calling.items() if not self._call(line, peer)}
             if not calling and found.keys() >= senders:
                 return found
