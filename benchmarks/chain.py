@@ -101,6 +101,10 @@ class ChainPrices:
         """Return the bytes that the head reads and makes."""
         return (0, 0) if self.head is None else (self.bytes_per_sample * samples, self.bytes_per_sample * samples)
 
+    def head_workspace_bytes(self, samples: int) -> int:
+        """Return the bytes of the gradients that the head makes."""
+        return 0 if self.head is None else self.bytes_per_sample * samples
+
     def step_s(self, rank: int) -> float:
         return 0.0
 

@@ -131,8 +131,11 @@ class HeadWork:
         fixed_bytes: bytes of what every micro-batch has one value of.
         reads: the tensors of the graph that are put together; () if the graph has not all of them.
         makes: the tensors of the graph that it makes, on the last stage; () likewise.
-        flops: floating point operations for the captured samples.
-        touched_bytes: bytes read and written for the captured samples.
+        samples: of the batch that the following are for.
+        operations: their number.
+        flops: floating point operations.
+        touched_bytes: bytes read and written.
+        workspace_bytes: of what it makes, at most at once.
         holds_backwards: whether gradients need it; else results only.
     """
 
@@ -142,8 +145,11 @@ class HeadWork:
     fixed_bytes: int = 0
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
+    samples: int = 1
+    operations: int = 1
     flops: int = 0
     touched_bytes: int = 0
+    workspace_bytes: int = 0
     holds_backwards: bool = True
 
     def size(self, samples: int) -> int:

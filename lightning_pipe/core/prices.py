@@ -72,6 +72,10 @@ class Prices(Protocol):
         """
         ...
 
+    def head_workspace_bytes(self, samples: int) -> int:
+        """Return the bytes of what the head makes of a batch of this many samples, at most at once."""
+        ...
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank."""
         ...

@@ -43,13 +43,14 @@ def head_s(graph: Graph, profile: Profile, samples: int) -> float:
 
     Its operations are counted on the nominal device; that is as far from the truth as it is for all others together.
     """
-    if graph.head is None:
+    head = graph.head
+    if head is None:
         return 0.0
-    touched_s = graph.head.touched_bytes / NOMINAL.memory_bytes_per_s
-    nominal_s = NOMINAL.operation_s + graph.head.flops / NOMINAL.flops_of("") + touched_s
+    touched_s = head.touched_bytes / NOMINAL.memory_bytes_per_s
+    nominal_s = head.operations * NOMINAL.operation_s + head.flops / NOMINAL.flops_of("") + touched_s
     counted_s = sum(row[-1] for row in counted(graph).seconds)
     whole_s = sum(profile.operation_s(o, graph.samples) for o in range(len(graph.operations)))
-    return nominal_s * (whole_s / counted_s if counted_s else 1.0) * samples / graph.samples
+    return nominal_s * (whole_s / counted_s if counted_s else 1.0) * samples / head.samples
 
 
 def counted_on(graph: Graph, cluster: Cluster) -> tuple[Profile, Cluster]:

@@ -302,6 +302,11 @@ class PlanPrices:
         makes = self._pricer.memory.amount(graph.head_makes)
         return self.memory(len(self.works) - 1).for_head(samples), makes(samples)
 
+    def head_workspace_bytes(self, samples: int) -> int:
+        """Return the bytes of what the head makes, at most at once."""
+        head = self._pricer.graph.head
+        return 0 if head is None else head.workspace_bytes * samples // head.samples
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step of a rank, and of telling the other holders what it stepped."""
         speed = self._cluster.device(rank).speed

@@ -254,8 +254,9 @@ class _Rank:
                     yield from self._own_work(instruction, now)
                 case Head():
                     head = self._others[instruction]
-                    together = self._program.traffic.head_bytes(sum(self._program.sizes))
-                    yield _Use("workspace", head.start, max(head.end, math.nextafter(head.start, math.inf)), together)
+                    samples = sum(self._program.sizes)
+                    needs = self._program.traffic.head_bytes(samples) + self._prices.head_workspace_bytes(samples)
+                    yield _Use("workspace", head.start, max(head.end, math.nextafter(head.start, math.inf)), needs)
                     yield from self._of_head(head)
                     now = head.end
                 case Milestone():

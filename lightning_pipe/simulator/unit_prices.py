@@ -85,6 +85,10 @@ class UnitPrices:
         """Return nothing: the head needs no memory."""
         return 0, 0
 
+    def head_workspace_bytes(self, samples: int) -> int:
+        """Return nothing: what the head makes takes no memory."""
+        return 0
+
     def step_s(self, rank: int) -> float:
         """Return the seconds of the optimizer step."""
         return self.step

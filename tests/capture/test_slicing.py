@@ -12,12 +12,14 @@ import torch
 
 from capture.sliced_runs import Runs, deviation, deviation_of_parts, worst_value
 from lightning_pipe.capture import Capture, Request, capture_step
+from lightning_pipe.capture.allocations import Allocations, highest
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.slicing.rules import RULES
 from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.slicing.whole_batch import of_whole_batch
 from lightning_pipe.capture.steps.batch import Structure, flatten
+from lightning_pipe.capture.steps.stage_program import FIRST_KEY
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from models.kept import GRAPHS
@@ -211,6 +213,31 @@ def test_a_symbol_for_the_samples_changes_nothing(name: str) -> None:
     slicing = Slicing(joint, SAMPLES)
     assert slicing.has_barrier == (name in HEADS)
     assert max(deviation(Runs(slicing, SIZES, inputs)).values()) < OWN_PRECISION.get(name, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["sim_clr", "simclr", "ranking"])
+def test_a_head_is_given_no_constants_and_takes_the_memory_that_it_is_priced_at(name: str) -> None:
+    module, _, structure = made(name)
+    captured = capture_step(Request(module, "training_step", structure, samples=5))
+    split, work = captured.split(()), captured.graph.head
+    (stage,) = split.stages
+    assert stage.head is not None and work is not None
+    has_fields = any(leaf.startswith("batch_") for leaf in stage.leaves)
+    assert has_fields == (name == "ranking"), "only that compares a field of the batch with itself"
+
+    def content(value_name: str) -> torch.Tensor:
+        if value_name in stage.parameters:
+            return module.get_parameter(stage.parameters[value_name]).detach()
+        if value_name in stage.tangents:
+            return torch.ones(())
+        value = split.values[value_name]
+        return torch.ones(value.shape(SAMPLES, SAMPLES), dtype=value.dtype)
+
+    inputs = [content(value_name) for value_name in stage.head.half.inputs]
+    for _ in range(2):  # the first run allocates constants
+        with torch.no_grad(), Allocations() as seen:
+            stage.head.half.run(SAMPLES, FIRST_KEY, *inputs)
+    assert highest(seen.changes) == work.workspace_bytes
 
 
 def test_most_steps_keep_one_forward_one_backward() -> None:

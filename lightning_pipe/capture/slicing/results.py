@@ -9,18 +9,22 @@ Where that would take much of every sample, a result is the mean of what micro-b
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_pipe.capture.operators import is_random
+from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.operators import is_random, shares_memory_with
 from lightning_pipe.capture.slicing.microbatch_graph import MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, Rows
-from lightning_pipe.capture.slicing.slicing import Slicing
+from lightning_pipe.capture.slicing.slicing import Slicing, is_size
 from lightning_pipe.capture.stages.emit import Emitter
+from lightning_pipe.capture.stages.operations import flops_of, tensors_of, touched_bytes
 from lightning_pipe.capture.steps.stage_program import Half
 from lightning_pipe.core.graph import HeadWork
 
@@ -114,14 +118,14 @@ class AfterAll:
         while pending:
             node = pending.pop()
             if not self._is_source(node):
-                new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
+                new = [source for source in node.all_input_nodes if source not in seen and not is_size(source)]
                 seen.update(dict.fromkeys(new))
                 pending += new
         return [*seen]
 
     def _is_source(self, node: fx.Node) -> bool:
         slicing = self._slicing
-        if node.op == "get_attr" or (node in slicing.of_batch and not self._build.varies(node)):
+        if node in self._build.of_sizes or (node in slicing.of_batch and not self._build.varies(node)):
             return node.op == "placeholder"
         if not slicing.makes(node) and slicing.levels[node]:
             return False
@@ -188,7 +192,7 @@ class SlicedHead:
                 raise WaitsForAllError(node)
             else:
                 self._operations.append(node)
-                new = [source for source in node.all_input_nodes if source not in seen and not _is_size(source)]
+                new = [source for source in node.all_input_nodes if source not in seen and not is_size(source)]
                 seen.update(new)
                 pending += new
         self.inputs = [*self._sources.values()]
@@ -209,18 +213,37 @@ class SlicedHead:
         if not outputs:
             return None
         first = slicing.barrier or self._build.nodes[outputs[0].source]
-        touched = sum(_bytes(node, slicing) for node in self._operations)
-        return HeadWork(line_of(first), str(first.target), touched_bytes=touched)
+        sizes, samples = Sizes(slicing.joint), slicing.samples
+        run = [node for node in self._operations if node.op == "call_function" and shares_memory_with(node) is None]
+        return HeadWork(
+            line_of(first),
+            str(first.target),
+            samples=samples,
+            operations=len(run),
+            flops=sum(flops_of(node, sizes, samples) for node in run),
+            touched_bytes=sum(touched_bytes(node, sizes, samples) for node in run),
+            workspace_bytes=self._workspace(sizes),
+        )
 
-
-def _bytes(node: fx.Node, slicing: Slicing) -> int:
-    values = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
-    tensors = (value for value in values if isinstance(value, torch.Tensor))
-    return sum(math.prod(map(slicing.number, tensor.shape)) * tensor.element_size() for tensor in tensors)
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+    def _workspace(self, sizes: Sizes) -> int:
+        """Return the bytes of what is made and still needed, at most at once."""
+        made = {node for node in self._operations if node.op == "call_function"}
+        order = [node for node in self._slicing.joint.module.graph.nodes if node in made]
+        memory: dict[fx.Node, fx.Node] = {}  # whose results hold that of others
+        end: dict[fx.Node, int] = {}
+        for i, node in enumerate(order):
+            base = node.args[0] if node.target is operator.getitem else shares_memory_with(node)
+            memory[node] = memory.get(base, base) if isinstance(base, fx.Node) else node
+            end |= {memory.get(one, one): i for one in (node, *node.all_input_nodes)}
+        results = [self._build.nodes[output.source] for output in self._build.head_outputs]
+        end |= {memory.get(result, result): len(order) for result in results}
+        changes = [0] * (len(order) + 2)
+        for i, node in enumerate(order):
+            if memory[node] is node:
+                size = sum(sizes.count(tensor, self._slicing.samples) for tensor in tensors_of(node))
+                changes[i] += size
+                changes[end[node] + 1] -= size
+        return max(accumulate(changes))
 
 
 def line_of(node: fx.Node) -> str:

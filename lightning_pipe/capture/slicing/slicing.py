@@ -62,7 +62,7 @@ class Slicing:
         self.operations = {
             node: BatchOperation(node, samples, self.number)
             for node in self._nodes
-            if node.op == "call_function" and not takes_output(node) and not _is_number(node)
+            if node.op == "call_function" and not takes_output(node) and not is_size(node)
         }
         self._multiples = range(samples, 1 << 62, samples)
         self._weights = self._made_of_parameters()
@@ -87,8 +87,8 @@ class Slicing:
         joint, of_batch = self.joint, set[fx.Node]()
         for node in self._nodes:
             if node.op == "call_function":
-                draws_for_rows = is_random(node) and not all(map(_is_number, node.all_input_nodes))
-                is_of_batch = not draws_for_rows and all(_is_number(n) or n in of_batch for n in node.all_input_nodes)
+                draws_for_rows = is_random(node) and not all(map(is_size, node.all_input_nodes))
+                is_of_batch = not draws_for_rows and all(is_size(n) or n in of_batch for n in node.all_input_nodes)
             else:
                 is_buffer = node.name in joint.buffers and joint.buffers[node.name] not in joint.mutations
                 is_given = node.name in joint.leaves
@@ -102,7 +102,7 @@ class Slicing:
         self.levels: dict[fx.Node, int] = {}
         self.cuts: dict[fx.Node, SampleCut] = {}
         for node in self._nodes:
-            if node.op != "call_function" or _is_number(node):
+            if node.op != "call_function" or is_size(node):
                 self.placements[node], self.levels[node] = self._of_input(node), 0
             elif takes_output(node):
                 source, place = node.args
@@ -288,7 +288,7 @@ def _all_whole(operation: BatchOperation) -> Placements:
     return (WHOLE,) * len(operation.shapes) if operation.has_several else WHOLE
 
 
-def _is_number(node: fx.Node) -> bool:
+def is_size(node: fx.Node) -> bool:
     """Return whether a node computes a size, which is a number for a batch that is known."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 

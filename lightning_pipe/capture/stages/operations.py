@@ -106,8 +106,8 @@ class _Description:
             buffers=tuple(sorted({buffers[name] for name in inputs if name in buffers})),
             adds_terms=node.name in self._terms,
             view=shares_memory_with(node) is not None,
-            flops=_flops(node, self._sizes, self._joint.samples),
-            touched_bytes=self._touched(node),
+            flops=flops_of(node, self._sizes, self._joint.samples),
+            touched_bytes=touched_bytes(node, self._sizes, self._joint.samples),
             joinable=node.name in self._joining.operations,
             dtype=str(tensors_of(node)[0].dtype).removeprefix("torch."),
             checkpoint=(node.meta.get("custom") or {}).get("checkpoint", -1),
@@ -132,10 +132,6 @@ class _Description:
         self._index[node.name] = len(self._made)
         of_state, joinable = shared is not None and base < 0, node.name in self._joining.values
         self._made.append(Tensor(node.name, maker, base, per_sample, fixed, of_state, joinable))
-
-    def _touched(self, node: fx.Node) -> int:
-        tensors = [t for n in [node, *node.all_input_nodes] for t in tensors_of(n)]
-        return sum(self._sizes.count(tensor, self._joint.samples) for tensor in tensors)
 
     def _reaches(self) -> dict[str, int]:
         """Return, for every backward node, the smallest position to which its result flows."""
@@ -170,7 +166,14 @@ def _sums_of_terms(joint: JointGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _flops(node: fx.Node, sizes: Sizes, samples: int) -> int:
+def touched_bytes(node: fx.Node, sizes: Sizes, samples: int) -> int:
+    """Return the bytes that an operation reads and writes."""
+    tensors = [tensor for one in [node, *node.all_input_nodes] for tensor in tensors_of(one)]
+    return sum(sizes.count(tensor, samples) for tensor in tensors)
+
+
+def flops_of(node: fx.Node, sizes: Sizes, samples: int) -> int:
+    """Return the floating point operations of an operation; 0 if torch does not count them."""
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
