@@ -30,8 +30,6 @@ def sized(value: torch.SymInt | torch.SymFloat) -> Sized:
 
 def sized_at(one: Sized, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> Sized | int | float:
     """Return a number that depends on sizes with numbers for some of them."""
-    if one.expression is None:
-        return one
     number = int if one.expression.is_integer else float
     now = one.expression.xreplace(sizes)
     return _sized(now, number) if now.free_symbols else number(now)

@@ -40,11 +40,11 @@ class Sized:
 
     Attributes:
         of: the number for so many samples.
-        expression: the same over the symbols of the graph; None where it is not known.
+        expression: the same over the symbols of the graph.
     """
 
     of: Callable[[int], int | float]
-    expression: Any = None
+    expression: Any
 
 
 @dataclass(frozen=True)
