@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 TOKEN_BYTES = 32
 PATIENCE_S = 5.0
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")  # token, rank, purpose
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sII")  # token, rank, topic
 _MOST_WAITING = 256
 _MOST_AT_ONCE = 32  # accepted before something else has its turn
 
@@ -27,13 +27,13 @@ class Caller(NamedTuple):
     """A caller who has shown the token: its rank, and what it calls for."""
 
     rank: int
-    purpose: int
+    topic: int
     connection: socket.socket
 
 
-def hello(token: bytes, rank: int, purpose: int = 0) -> bytes:
+def hello(token: bytes, rank: int, topic: int = 0) -> bytes:
     """Return what a caller says first; callers are heard in any order, so one that calls twice says for what."""
-    return _HELLO.pack(token, rank, purpose)
+    return _HELLO.pack(token, rank, topic)
 
 
 def welcome(token: bytes) -> bytes:
@@ -124,11 +124,11 @@ class Callers:
             self._waiting[line] = (since, said)
             return None
         if part:
-            token, rank, purpose = _HELLO.unpack(said)
+            token, rank, topic = _HELLO.unpack(said)
             expected = self._token_of(rank)
             if expected is not None and hmac.compare_digest(token, expected):
                 self._forget(line)
-                return Caller(rank, purpose, line)
+                return Caller(rank, topic, line)
         self._turn_away(line)
         return None
 

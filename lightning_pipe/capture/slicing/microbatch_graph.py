@@ -25,7 +25,7 @@ from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing.microbatch_sizes import MicrobatchSizes
 from lightning_pipe.capture.slicing.operation import SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
-from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing, is_size
+from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing
 from lightning_pipe.capture.stages.assign import classify
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
@@ -431,7 +431,7 @@ class MicrobatchGraph:
 
     def for_head(self, source: fx.Node) -> fx.Node | None:
         """Return a value that is there when all micro-batches have run forward; None if the head has to make it."""
-        if source in self.of_sizes:
+        if source in self._slicing.of_sizes:
             return None
         if source in self._varying and not self._slicing.makes(source):
             self._here = source
@@ -439,16 +439,6 @@ class MicrobatchGraph:
         is_forward = source.op == "placeholder" or not is_backward(source)
         is_there = source in self._copies and not self._slicing.levels[source] and is_forward
         return self._copies[source] if is_there and source.name not in self._repeated else None
-
-    @functools.cached_property
-    def of_sizes(self) -> frozenset[fx.Node]:
-        """Return what is made of the sizes of the batch alone, which costs less to make than to send."""
-        made = set[fx.Node]()
-        for node in self.nodes.values():
-            is_operation = node in self._slicing.operations and not is_random(node)
-            if node.op == "get_attr" or (is_operation and all(is_size(n) or n in made for n in node.all_input_nodes)):
-                made.add(node)
-        return frozenset(made)
 
     @functools.cached_property
     def _repeated(self) -> frozenset[str]:

@@ -9,7 +9,6 @@ Where that would take much of every sample, a result is the mean of what micro-b
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.value_sizes import Sizes
-from lightning_pipe.capture.operators import is_random, shares_memory_with
+from lightning_pipe.capture.operators import is_random, shares_memory_with, takes_output
 from lightning_pipe.capture.slicing.microbatch_graph import MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, Rows
 from lightning_pipe.capture.slicing.slicing import Slicing, is_size
@@ -125,7 +124,7 @@ class AfterAll:
 
     def _is_source(self, node: fx.Node) -> bool:
         slicing = self._slicing
-        if node in self._build.of_sizes or (node in slicing.of_batch and not self._build.varies(node)):
+        if node in slicing.of_sizes or (node in slicing.of_batch and not self._build.varies(node)):
             return node.op == "placeholder"
         if not slicing.makes(node) and slicing.levels[node]:
             return False
@@ -214,7 +213,7 @@ class SlicedHead:
             return None
         first = slicing.barrier or self._build.nodes[outputs[0].source]
         sizes, samples = Sizes(slicing.joint), slicing.samples
-        run = [node for node in self._operations if node.op == "call_function" and shares_memory_with(node) is None]
+        run = [node for node in self._operations if node in slicing.operations and shares_memory_with(node) is None]
         return HeadWork(
             line_of(first),
             str(first.target),
@@ -227,14 +226,14 @@ class SlicedHead:
 
     def _workspace(self, sizes: Sizes) -> int:
         """Return the bytes of what is made and still needed, at most at once."""
-        made = {node for node in self._operations if node.op == "call_function"}
-        order = [node for node in self._slicing.joint.module.graph.nodes if node in made]
+        operations = {node for node in self._operations if node.op == "call_function"}
+        order = [node for node in self._slicing.joint.module.graph.nodes if node in operations]
         memory: dict[fx.Node, fx.Node] = {}  # whose results hold that of others
         end: dict[fx.Node, int] = {}
         for i, node in enumerate(order):
-            base = node.args[0] if node.target is operator.getitem else shares_memory_with(node)
-            memory[node] = memory.get(base, base) if isinstance(base, fx.Node) else node
-            end |= {memory.get(one, one): i for one in (node, *node.all_input_nodes)}
+            base = node.all_input_nodes[0] if takes_output(node) else shares_memory_with(node)
+            memory[node] = node if base is None else memory.get(base, base)
+            end |= {memory.get(read, read): i for read in (node, *node.all_input_nodes)}
         results = [self._build.nodes[output.source] for output in self._build.head_outputs]
         end |= {memory.get(result, result): len(order) for result in results}
         changes = [0] * (len(order) + 2)

@@ -9,6 +9,7 @@ before the backwards that read it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -96,6 +97,17 @@ class Slicing:
             if is_of_batch:
                 of_batch.add(node)
         return frozenset(of_batch)
+
+    @functools.cached_property
+    def of_sizes(self) -> frozenset[fx.Node]:
+        """Return what is made of the sizes of the batch alone, which costs less to make than to send."""
+        constants = set[fx.Node]()
+        for node in self._nodes:
+            is_operation = node.op == "call_function" and not is_size(node) and not is_random(node)
+            is_constant = is_operation and all(is_size(n) or n in constants for n in node.all_input_nodes)
+            if is_constant or node.op == "get_attr":
+                constants.add(node)
+        return frozenset(constants)
 
     def _propagate(self) -> None:
         self.placements: dict[fx.Node, Placements] = {}

@@ -266,7 +266,7 @@ class SameHost:
         while True:
             arrived, self._early = self._early, []
             for caller in arrived:
-                if caller.purpose == self._openings:
+                if caller.topic == self._openings:
                     found[caller.rank] = caller.connection
                 else:
                     self._early.append(caller)  # the rank has begun the next opening

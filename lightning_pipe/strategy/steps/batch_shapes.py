@@ -23,9 +23,9 @@ def symbolic_lengths(relatives: Sequence[Captured], call: StepRequest, *, batch_
         call: the step with a new batch.
         batch_dim: dimension of the samples.
     """
-    general_traces = [one.capture for one in relatives if one.request.lengths]
-    traces = {id(capture.general) for capture in general_traces if capture.general is not None}
-    if len(traces) >= _TRIES or any(capture.general is None for capture in general_traces):
+    captures = [one.capture for one in relatives if one.request.lengths]
+    traces = {id(capture.general) for capture in captures if capture.general is not None}
+    if len(traces) >= _TRIES or any(capture.general is None for capture in captures):
         return frozenset()
     changes = [changed_sizes(one.request.structure, call.structure, batch_dim=batch_dim) for one in relatives]
     return frozenset().union(*(change for change in changes if change))
