@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.strategy.checkpoints.consolidate import consolidate
 from lightning_pipe.strategy.checks.separable import check_separable
-from ranks.world import Returned, World
+from ranks.world import World
 from slow import slow_but
 from strategy.fits import dapple, make_trainer
-from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED, InAttributes
+from strategy.optimizer_kinds import REFUSED, REFUSED_ON_RANKS, TRAINED, InAttributes, Lookahead
 from strategy.small import assert_alike
 from strategy.test_held_later import PLAN, Cropped
 from strategy.test_second_plan import changing, strategy_of
@@ -86,6 +86,13 @@ def resumed(kind: str, path: str, options: dict[str, Any]) -> list[torch.Tensor]
     return fit(kind, dapple(**{"layout": "2", "microbatches": 2, "replan": False, **options}), load=path)
 
 
+def resumed_afresh(kind: str, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Fit as in a new process: torch follows all steps of a class once it has made a copy of an optimizer of it."""
+    while getattr(Lookahead.step, "hooked", False):
+        Lookahead.step = Lookahead.step.__wrapped__  # type: ignore[method-assign]
+    return resumed(kind, None, options)
+
+
 @pytest.mark.parametrize("kind", slow_but(EVERY_TIME, TRAINED))
 def test_training_saving_and_resuming_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
     plain, ours = str(tmp_path / "plain.ckpt"), str(tmp_path / "ours.ckpt")
@@ -126,10 +133,7 @@ def test_data_parallel_ranks_step_what_couples_all_gradients(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED_ON_RANKS)
 def test_what_other_ranks_would_not_learn_is_refused(kind: str) -> None:
-    for result in World(2).results(resumed, kind, None, {"shard_optimizer": "on"}):
-        if isinstance(result, Returned):  # torch follows the step of a class of which a copy was made in this process
-            assert_alike(result.value, fit(kind, "auto"))
-            continue
+    for result in World(2).results(resumed_afresh, kind, {"shard_optimizer": "on"}):
         assert re.search(REFUSED_ON_RANKS[kind][1], result.text) and 'shard_optimizer="off"' in result.text
 
 

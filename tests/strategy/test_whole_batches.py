@@ -27,7 +27,10 @@ from zoo.replaying import Replayed, traced
 
 SAMPLES = 13
 LOSSES: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-CONTRASTIVE = "info_nce sim_clr supervised_contrastive triplet_hard barlow_twins vicreg cox ranking ohem_topk".split()
+OF_ALL_SAMPLES = (
+    "info_nce sim_clr supervised_contrastive triplet_hard barlow_twins vicreg cox ranking ohem_topk flooding "
+    "root_of_a_mean"
+).split()
 MIDDLE = ("centred_in_the_middle",)
 LATER = ("looks_at_all_samples_later", "makes_inputs_of_all_samples_later", "ties_weights_and_masks")
 
@@ -208,17 +211,23 @@ def test_whatever_the_loss_a_batch_is_that_of_one_device(capture):
 
 
 class Compared(sample_losses.Net):
-    """A module of the table of losses; one of them accumulates gradients of two batches."""
+    """A module of the table of losses that notes what it returns; one of them accumulates gradients of two batches."""
 
     def __init__(self, name: str, options: dict[str, Any] | None) -> None:
         super().__init__(name)
-        self.options, self.losses = options, list[float]()
+        self.options, self.losses, self.classes = options, list[float](), list[list[int]]()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return {"loss": loss, "classes": batch[1]}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(float(outputs["loss"]))
+        self.classes.append(outputs["classes"].tolist())
 
-    def fitted(self) -> tuple[list[float], dict[str, torch.Tensor]]:
-        """Return the losses of ten batches, the last of which is smaller, and the weights after them."""
+    def fitted(self) -> dict[str, Any]:
+        """Fit ten batches, the last of which is smaller; return losses, what was returned and logged, and weights."""
         generator = torch.Generator().manual_seed(7)
         rows = [
             tensor.double() if tensor.is_floating_point() else tensor
@@ -226,37 +235,43 @@ class Compared(sample_losses.Net):
         ]
         strategy = "auto" if self.options is None else dapple(**self.options)
         accumulates = {"accumulate_grad_batches": 2} if self.name == "triplet_hard" else {}
-        make_trainer(strategy, max_epochs=1, **accumulates).fit(self, DataLoader(TensorDataset(*rows), SAMPLES))
-        return self.losses, {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        trainer = make_trainer(strategy, max_epochs=1, **accumulates)
+        trainer.fit(self, DataLoader(TensorDataset(*rows), SAMPLES))
+        weights = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return {"losses": self.losses, "classes": self.classes, "logged": logged, "weights": weights}
 
 
-def fit_contrastive(options: dict[str, Any] | None) -> dict[str, Any]:
-    """Fit the losses that compare samples; runs on a rank of a test world, too."""
+def fit_of_all_samples(options: dict[str, Any] | None) -> dict[str, Any]:
+    """Fit the losses that need all samples; runs on a rank of a test world, too."""
     found = {}
-    for name in CONTRASTIVE:
+    for name in OF_ALL_SAMPLES:
         pl.seed_everything(3, verbose=False)
         found[name] = Compared(name, options).double().fitted()
     return found
 
 
 @pytest.fixture(scope="module")
-def contrastive_on_one_device() -> dict[str, Any]:
-    return fit_contrastive(None)
+def on_one_device() -> dict[str, Any]:
+    return fit_of_all_samples(None)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", ["1-1", "2-1", "1-1-1", "1-2"])
 @pytest.mark.parametrize("capture", ["joint", "replay"])
-def test_losses_that_compare_samples_train_as_on_one_device(contrastive_on_one_device, layout, capture, microbatches):
+def test_losses_that_need_all_samples_train_as_on_one_device(on_one_device, layout, capture, microbatches):
     if capture == "replay" and layout == "1-1-1":
         pytest.skip("a module of two sub-modules cannot be replayed on three stages")
     options = {"microbatches": microbatches, "schedule": "gpipe", "capture": capture, "layout": layout}
     ranks = sum(map(int, layout.split("-")))
-    for found in World(ranks).run(fit_contrastive, options, deadline_s=120):
-        for name, (losses, weights) in contrastive_on_one_device.items():
-            assert found[name][0] == pytest.approx(losses, rel=1e-9), name
-            torch.testing.assert_close(found[name][1], weights, rtol=1e-9, atol=1e-9, msg=name)
+    for found in World(ranks).run(fit_of_all_samples, options):
+        for name, expected in on_one_device.items():
+            fit = found[name]
+            assert fit["losses"] == pytest.approx(expected["losses"], rel=1e-9), name
+            assert fit["logged"] == pytest.approx(expected["logged"], rel=1e-6), name
+            assert fit["classes"] == expected["classes"], name
+            torch.testing.assert_close(fit["weights"], expected["weights"], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def accumulated(name: str, microbatches: int) -> dict[str, torch.Tensor]:
