@@ -36,6 +36,11 @@ class TensorSpec:
     name: str = field(default="", repr=False, compare=False)
 
 
+def is_size(node: fx.Node) -> bool:
+    """Return whether a node computes a size: a symbol, or a number where sizes are constants of the graph."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float))
+
+
 class Sizes:
     """Sizes of the values of one joint graph."""
 

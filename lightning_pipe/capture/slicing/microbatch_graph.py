@@ -12,7 +12,7 @@ So a mean over samples stays the operator that it was, and its share of the batc
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,12 +21,13 @@ import torch
 from torch import fx
 
 from lightning_pipe.capture import torch_private as private
+from lightning_pipe.capture.graphs.value_sizes import is_size
 from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing.microbatch_sizes import MicrobatchSizes
 from lightning_pipe.capture.slicing.operation import SampleCut
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.slicing.slicing import CONSTANTS, Slicing
-from lightning_pipe.capture.stages.assign import classify
+from lightning_pipe.capture.stages.operations import tensors_of
 from lightning_pipe.capture.torch_private import is_backward, operator_name
 
 _aten = torch.ops.aten
@@ -202,9 +203,8 @@ class MicrobatchGraph:
 
     def _argument(self, argument: Any, cut: SampleCut) -> Any:
         def converted(source: fx.Node) -> Any:
-            value = source.meta.get("val")
-            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                return self._size(self._forms.of_batch(value))
+            if is_size(source):
+                return self._size(self._forms.of_batch(source.meta["val"]))
             wanted = cut.operands[source]
             return self._in_microbatch(source, wanted) if source in cut.places else self.value(source, wanted)
 
@@ -215,15 +215,14 @@ class MicrobatchGraph:
         operation = self._slicing.operations[node]
         changed: dict[str, Any] = {}
         if cut.arguments is not None and cut.divisor is None:
-            value = node.meta["val"]
-            shape = [*(value[0] if isinstance(value, tuple | list) else value).shape]
+            shape = next((tensor.shape for tensor in tensors_of(node)), ())
             for name, argument in cut.arguments(self.symbol).items():  # it only computes
                 changed[name] = self._size_list(argument, shape)
         for name in cut.after_first:
             changed[name] = self._size(operation.argument(name) * self.symbol / self.total)
         return changed
 
-    def _size_list(self, argument: Any, shape: list[Any]) -> Any:
+    def _size_list(self, argument: Any, shape: Sequence[Any]) -> Any:
         """Return an argument of sizes; those of the result's shape, but for its rows, are the batch's."""
         if not isinstance(argument, list | tuple):
             return self._size(argument)
@@ -254,9 +253,11 @@ class MicrobatchGraph:
         rows = wanted if isinstance(wanted, Rows) else None
         if rows is not None and operator_name(source) in CONSTANTS:
             return self._cached(source, rows, lambda: self._constant(source, rows))
-        if source in self._varying:
+        if source in self._varying or (is_made and source in self._slicing.of_batch):
             return self._cached(source, rows, lambda: self._given(source, rows))
         if is_made or self._slicing.levels[source]:
+            if not is_backward(self._here):
+                raise WaitsForAllError(self._here)  # forwards run before the head
             return self._cached(source, rows, lambda: self._from_head(source, rows))
         assert rows is not None, f"{source} is there as a whole"
         return self._cached(source, rows, lambda: self._rows_of(source, rows))
@@ -429,8 +430,13 @@ class MicrobatchGraph:
             return None
         return copy if copy.op == "call_function" else self._cloned(copy)
 
-    def for_head(self, source: fx.Node) -> fx.Node | None:
-        """Return a value that is there when all micro-batches have run forward; None if the head has to make it."""
+    def for_head(self, source: fx.Node, repeated: Set[str]) -> fx.Node | None:
+        """Return a value that is there when all micro-batches have run forward; None if the head has to make it.
+
+        Args:
+            source: in the graph of the whole batch.
+            repeated: names of values that no stage makes, but each function that reads them.
+        """
         if source in self._slicing.of_sizes:
             return None
         if source in self._varying and not self._slicing.makes(source):
@@ -438,12 +444,7 @@ class MicrobatchGraph:
             return self.value(source, WHOLE)
         is_forward = source.op == "placeholder" or not is_backward(source)
         is_there = source in self._copies and not self._slicing.levels[source] and is_forward
-        return self._copies[source] if is_there and source.name not in self._repeated else None
-
-    @functools.cached_property
-    def _repeated(self) -> frozenset[str]:
-        """Name what has no stage, but is computed wherever it is read."""
-        return classify(self._whole).repeated
+        return self._copies[source] if is_there and source.name not in repeated else None
 
     def varies(self, source: fx.Node) -> bool:
         """Return whether a value is of the batch alone, and differs between batches."""
@@ -466,8 +467,9 @@ class MicrobatchGraph:
 
             def argument(source: fx.Node) -> Any:
                 value: Any = source.meta.get("val")
-                is_size = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-                return self._size(value.node.expr) if is_size else self.local(source)
+                if is_size(source):
+                    return self._size(value if isinstance(value, int | float) else value.node.expr)
+                return self.local(source)
 
             args, kwargs = fx.map_arg(node.args, argument), fx.map_arg(node.kwargs, argument)
         copy = self.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_of_part")

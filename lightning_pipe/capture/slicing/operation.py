@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_pipe.capture.graphs.value_sizes import is_size
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Kind, Placement, Placements, Rows
 from lightning_pipe.capture.torch_private import argument_defaults, argument_names, operator_name
 
@@ -37,8 +38,7 @@ class BatchOperation:
 
     def __init__(self, node: fx.Node, samples: int, number: Callable[[Any], Any]) -> None:
         def plain(source: fx.Node) -> Any:
-            value = source.meta.get("val")
-            return number(value) if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else source
+            return number(source.meta["val"]) if is_size(source) else source
 
         self.node, self.samples, self.number = node, samples, number
         self.name = operator_name(node)
@@ -139,7 +139,7 @@ class Pattern:
         sums: whether rows with a label that a result has not are summed in it; else they cannot be cut.
         added: operands that are added to the result: terms where that is one.
         local: operands that every micro-batch has made for itself.
-        arguments: as in `SampleCut`, given the rows of the first result.
+        arguments: as in `SampleCut`, given the rows of the first result that has some, else those of an operand.
     """
 
     operands: Sequence[tuple[fx.Node, Labels]]
@@ -173,10 +173,10 @@ class Pattern:
         differing = [offered[node] for node in operands if offered[node] != operands[node]]
         if any(placement is LOCAL or isinstance(placement, Rows) for placement in differing):
             return None
-        first_result, arguments = placements[0], None
-        if self.arguments is not None and isinstance(first_result, Rows):
-            arguments = self.arguments(first_result)
-        return SampleCut(tuple(placements) if operation.has_several else first_result, operands, arguments)
+        arguments = None
+        if self.arguments is not None:
+            arguments = self.arguments(next((held for held in placements if isinstance(held, Rows)), rows))
+        return SampleCut(tuple(placements) if operation.has_several else placements[0], operands, arguments)
 
     def _first_rows(self, offered: Offered) -> tuple[Rows, Label] | None:
         """Return the first rows that are offered, with the label of their dimension."""

@@ -9,7 +9,7 @@ Where that would take much of every sample, a result is the mean of what micro-b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.graphs.value_sizes import Sizes, is_size
 from lightning_pipe.capture.operators import is_random, shares_memory_with, takes_output
 from lightning_pipe.capture.slicing.microbatch_graph import MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, Rows
-from lightning_pipe.capture.slicing.slicing import Slicing, is_size
+from lightning_pipe.capture.slicing.slicing import Slicing
+from lightning_pipe.capture.stages.assign import classify
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.operations import flops_of, tensors_of, touched_bytes
 from lightning_pipe.capture.steps.stage_program import Half
@@ -171,20 +172,23 @@ class SlicedHead:
     Args:
         slicing: how the graph of the whole batch is cut.
         build: the graph of a micro-batch, which names what its backwards read.
+        written: names of the buffers that stages write; others get their new content after the batch.
 
     Attributes:
         inputs: values of micro-batches that are put together.
     """
 
-    def __init__(self, slicing: Slicing, build: MicrobatchGraph) -> None:
+    def __init__(self, slicing: Slicing, build: MicrobatchGraph, written: Collection[str]) -> None:
         self._slicing, self._build = slicing, build
+        by_stages = {state: name for state, name in slicing.joint.mutations.items() if state in written}
+        repeated = classify(replace(slicing.joint, mutations=by_stages)).repeated
         self._sources: dict[fx.Node, fx.Node] = {}
         self._operations: list[fx.Node] = []
         pending = [build.nodes[output.source] for output in build.head_outputs]
         seen = {*pending}
         while pending:
             node = pending.pop()
-            given = build.for_head(node)
+            given = build.for_head(node, repeated)
             if given is not None:
                 self._sources[node] = given
             elif slicing.makes(node) and slicing.levels[node]:

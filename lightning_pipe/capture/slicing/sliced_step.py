@@ -19,6 +19,7 @@ from torch import fx
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
 from lightning_pipe.capture.operators import takes_batch_statistics
+from lightning_pipe.capture.slicing.declared_shapes import misshapen
 from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
 from lightning_pipe.capture.slicing.results import AfterAll, LateValue, SlicedHead, line_of
@@ -109,16 +110,30 @@ def sliced(
         device: where results are made.
         whole_batch: what happens where gradients need all samples, as the option says.
     """
-    slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim)
-    if slicing.barrier and whole_batch == "by_microbatch":
-        return f"{line_of(slicing.barrier)} needs all samples of the batch"
-    if whole_batch == "auto" and any(slicing.is_layer(node) for node in slicing.head):
-        assert slicing.barrier is not None, "the head waits"
-        return f"{line_of(slicing.barrier)} needs all samples of the batch in the middle of the model"
-    try:
-        return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
-    except WaitsForAllError as late:
-        return f"{line_of(late.node)} needs more than the forwards of all micro-batches"
+    uncut: tuple[str, ...] = ()  # operations whose rules are wrong about sizes
+    while True:  # ends: an operation that is not cut has the shape that was traced
+        slicing = Slicing(of_whole_batch(joint), total, batch_dim=batch_dim, once=uncut)
+        if slicing.barrier and whole_batch == "by_microbatch":
+            return f"{line_of(slicing.barrier)} needs all samples of the batch"
+        if whole_batch == "auto" and any(slicing.is_layer(node) for node in slicing.head):
+            assert slicing.barrier is not None, "the head waits"
+            return f"{line_of(slicing.barrier)} needs all samples of the batch in the middle of the model"
+        try:
+            return _sliced(slicing, joint, samples=samples, batch_dim=batch_dim, device=device)
+        except WaitsForAllError as late:
+            return f"{line_of(late.node)} needs more than the forwards of all micro-batches"
+        except _MisshapenError as wrong:
+            if wrong.name in uncut or wrong.name not in {node.name for node in slicing.operations}:
+                raise
+            uncut = (*uncut, wrong.name)
+
+
+class _MisshapenError(Exception):
+    """An operation of a micro-batch has another shape than its rule says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
 
 
 def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int, device: torch.device) -> SlicedStep:
@@ -144,7 +159,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
             raise WaitsForAllError(by_name[new])
     gradients = tuple((build.term(name), parameter) for name, parameter in whole.gradients)
     asked = len(whole.results) - len(joint.record.guards)  # questions are the last results
-    head = SlicedHead(slicing, build)
+    head = SlicedHead(slicing, build, mutations)
     listed = [*dict.fromkeys(node for name in whole.results[:asked] for node in results[name])]
     listed += [node for node in after.sources if node not in listed]
     questions = [node for name in whole.results[asked:] for node in results[name]]
@@ -158,6 +173,8 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     ]
     build.graph.output(tuple(outputs))
     values = _without_unused(build)
+    if name := misshapen(build.graph, whole, symbol=build.symbol, total=build.total, samples=total):
+        raise _MisshapenError(name)
     names = {old: after.names[new] for old, new in zip(joint.results, whole.results, strict=True)}
     loss_name = None if whole.loss is None else whole.loss if loss is None else loss.name
     names |= {joint.loss: loss_name} if joint.loss and loss_name else {}

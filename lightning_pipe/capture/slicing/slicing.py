@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import Sizes
+from lightning_pipe.capture.graphs.value_sizes import Sizes, is_size
 from lightning_pipe.capture.operators import is_random, takes_output
 from lightning_pipe.capture.slicing import index_rules, layout_rules, product_rules  # noqa: F401  register rules
 from lightning_pipe.capture.slicing.loss_rules import cut_terms
@@ -39,6 +39,7 @@ class Slicing:
         samples: number of samples of the batch.
         batch_dim: dimension of the samples in the tensors of the batch.
         without_rules: names of operators whose rules are not used; for tests.
+        once: names of operations that are not cut.
 
     Attributes:
         joint, samples: as given.
@@ -54,7 +55,13 @@ class Slicing:
     """
 
     def __init__(
-        self, joint: JointGraph, samples: int, *, batch_dim: int = 0, without_rules: Iterable[str] = ()
+        self,
+        joint: JointGraph,
+        samples: int,
+        *,
+        batch_dim: int = 0,
+        without_rules: Iterable[str] = (),
+        once: Collection[str] = (),
     ) -> None:
         self.joint, self.samples, self._batch_dim = joint, samples, batch_dim
         self._without = frozenset(without_rules)
@@ -68,7 +75,7 @@ class Slicing:
         self._multiples = range(samples, 1 << 62, samples)
         self._weights = self._made_of_parameters()
         self.of_batch = self._find_of_batch()
-        whole = frozenset[fx.Node]()
+        whole = frozenset(node for node in self.operations if node.name in once)
         while True:  # ends: every round makes more operators whole
             self._whole = whole
             self._propagate()
@@ -129,7 +136,8 @@ class Slicing:
         dim = self._batch_dim
         if node.name not in self.joint.leaves or not isinstance(value, torch.Tensor) or value.dim() <= dim:
             return WHOLE
-        return Rows(dim) if self.number(value.shape[dim]) == self.samples else WHOLE
+        is_cut = self.number(value.shape[dim]) == self.samples and self._is_proportional(value, Rows(dim))
+        return Rows(dim) if is_cut else WHOLE
 
     def number(self, size: Any) -> int:
         """Return a size at the number of samples of the batch."""
@@ -163,7 +171,24 @@ class Slicing:
         cuts.append(self._made_by_rows(operation))
         if cuts == [None] * len(cuts) and operation.node not in self.of_batch:
             cuts += [self._by_rule(operation, {**added, node: rows}) for node, rows in self._free_rows(operation)]
-        return [cut for cut in cuts if cut is not None]
+        return [cut for cut in cuts if cut is not None and self._holds_for_any_samples(operation, cut)]
+
+    def _holds_for_any_samples(self, operation: BatchOperation, cut: SampleCut) -> bool:
+        """Return whether rows of a cut are rows at every number of samples, not by chance at that of the trace."""
+        if self.joint.symbol is None:
+            return True  # the graph is run for this number alone
+        operands = (self._is_proportional(node.meta["val"], held) for node, held in cut.operands.items())
+        return self._is_proportional(operation.node.meta["val"], cut.results) and all(operands)
+
+    def _is_proportional(self, value: Any, placement: Placements) -> bool:
+        """Return whether the dimension of rows has `outer * samples * per_sample` elements, as an expression."""
+        if isinstance(placement, tuple):
+            return all(map(self._is_proportional, value, placement))
+        if self.joint.symbol is None or not isinstance(placement, Rows) or not isinstance(value, torch.Tensor):
+            return True
+        size: Any = value.shape[placement.dim]
+        expression = size.node.expr if isinstance(size, torch.SymInt) else size
+        return bool(expression == placement.size(1) * self.joint.symbol)
 
     def _by_rule(self, operation: BatchOperation, offered: Mapping[fx.Node, Placements]) -> SampleCut | None:
         rule = None if operation.name in self._without else rule_of(operation)
@@ -298,11 +323,6 @@ class Slicing:
 
 def _all_whole(operation: BatchOperation) -> Placements:
     return (WHOLE,) * len(operation.shapes) if operation.has_several else WHOLE
-
-
-def is_size(node: fx.Node) -> bool:
-    """Return whether a node computes a size, which is a number for a batch that is known."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import Flow
+from lightning_pipe.capture.graphs.value_sizes import is_size
 from lightning_pipe.capture.operators import Trait, is_random, takes_output, traits
 from lightning_pipe.capture.torch_private import OpOverload, is_backward
 
@@ -52,7 +53,7 @@ def classify(joint: JointGraph) -> Kinds:
         if node.op != "call_function":
             continue
         inputs = [n.name for n in node.all_input_nodes]
-        if _is_size(node) or (
+        if is_size(node) or (
             all(n in repeated or n in state for n in inputs) and _is_cheap(node, joint, from_parameters)
         ):
             repeated.add(node.name)
@@ -94,10 +95,6 @@ def made_of_parameters(joint: JointGraph, kinds: Kinds, stages: dict[str, int]) 
                 of_parameters.add(node.name)
                 found.add(node.name)
     return frozenset(found)
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
 
 
 def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bool:

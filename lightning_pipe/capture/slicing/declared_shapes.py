@@ -1,0 +1,95 @@
+"""Check of a micro-batch's graph by its shapes: a rule that is wrong about sizes is seen before anything runs.
+
+Every operation runs on tensors without data, which have the shapes that the graph declares for other numbers of samples
+than those of the trace. Its result must have the declared shape, as it has at the numbers of the trace. A size of the
+trace that stands as a number where it should follow from the samples gives another shape. So do the batch's samples
+where the micro-batch's are meant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from lightning_pipe.capture.graphs.joint_graph import JointGraph
+from lightning_pipe.capture.graphs.value_sizes import is_size
+from lightning_pipe.capture.operators import RUN_AS, takes_output
+from lightning_pipe.capture.torch_private import OpOverload
+
+_SAMPLES = (7, 11, 12, 16, 24, 64)  # of a batch; the trace may hold for some of them only
+_MICROBATCH = 3  # samples; no divisor of the first two, which also differ from each other and their difference
+
+
+def misshapen(graph: fx.Graph, whole: JointGraph, *, symbol: sympy.Symbol, total: sympy.Symbol, samples: int) -> str:
+    """Return the name of the first operation whose result has another shape than declared; "" if there is none.
+
+    Args:
+        graph: of a micro-batch.
+        whole: the graph of the whole batch.
+        symbol, total: the samples of a micro-batch and of the batch, as they stand in sizes of `graph`.
+        samples: of the batch, in the trace.
+    """
+    fitting = (count for count in _SAMPLES if count != samples and not whole.fits(count))
+    batch = samples if whole.symbol is None else next(fitting, samples)
+    traced = _Shapes({symbol: sympy.Integer(samples), total: sympy.Integer(samples)})  # a single micro-batch
+    others = _Shapes({symbol: sympy.Integer(min(_MICROBATCH, batch)), total: sympy.Integer(batch)})
+    return next(
+        (node.name for node in graph.nodes if not others.are_as_declared(node) and traced.are_as_declared(node)), ""
+    )
+
+
+class _Shapes:
+    """Values without data, of the shapes that a graph declares at some numbers of samples."""
+
+    def __init__(self, numbers: dict[sympy.Basic, sympy.Integer]) -> None:
+        self._numbers, self._known = numbers, dict[sympy.Basic, Any]()
+
+    def are_as_declared(self, node: fx.Node) -> bool:
+        """Return whether an operation gives the declared shapes; also where that cannot be found out without data."""
+        value = node.meta.get("val")
+        is_operation = node.op == "call_function" and isinstance(node.target, OpOverload)
+        if not is_operation or is_size(node) or takes_output(node) or not _is_dense(node, *node.all_input_nodes):
+            return True
+        target: Any = RUN_AS.get(node.target, node.target)
+        try:
+            result = target(*fx.map_arg(node.args, self._value), **fx.map_arg(node.kwargs, self._value))
+        except NotImplementedError:
+            return True  # it runs on data alone
+        except Exception:
+            return False
+        return self._fits(result, value)
+
+    def _fits(self, result: Any, declared: Any) -> bool:
+        if isinstance(declared, tuple | list):
+            return all(map(self._fits, result, declared))
+        if not isinstance(declared, torch.Tensor) or not isinstance(result, torch.Tensor):
+            return True
+        return tuple(result.shape) == tuple(map(self._number, declared.shape))
+
+    def _value(self, source: fx.Node) -> Any:
+        return self._without_data(source.meta["val"])
+
+    def _without_data(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty([*map(self._number, value.shape)], dtype=value.dtype, device="meta")
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._without_data, value))
+        return self._number(value)
+
+    def _number(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return size
+        expression = size.node.expr
+        if expression not in self._known:
+            value = expression.xreplace(self._numbers)
+            self._known[expression] = int(value) if value.is_integer else float(value)
+        return self._known[expression]
+
+
+def _is_dense(*nodes: fx.Node) -> bool:
+    values = [node.meta.get("val") for node in nodes]
+    tensors = [item for value in values for item in (value if isinstance(value, tuple | list) else [value])]
+    return all(tensor.layout is torch.strided for tensor in tensors if isinstance(tensor, torch.Tensor))
