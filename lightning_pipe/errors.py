@@ -9,6 +9,7 @@ device there would have been none, so what the step does then is not what it doe
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -99,6 +100,29 @@ class ChangedStateError(CaptureError):
 
 class UncapturedError(CaptureError):
     """Report a step that no route can hold, on every rank."""
+
+
+class BrokenRouteError(PipeError):
+    """Report a captured step that cannot be made ready to run for a fault of this package; another route may run it."""
+
+    @classmethod
+    def of(cls, fault: Exception, what: str) -> BrokenRouteError:
+        """Build the report of a fault, with its place.
+
+        Args:
+            fault: what was raised.
+            what: what could not be made.
+        """
+        frames = traceback.extract_tb(fault.__traceback__)
+        place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+        return cls(f"{what} cannot be made ({type(fault).__name__}: {fault}{place}); please report this as a bug")
+
+    @staticmethod
+    def is_fault(error: Exception) -> bool:
+        """Return whether an error is a fault of this package, not the user's and not the machine's."""
+        return isinstance(error, ProgramError | BrokenRouteError) or not isinstance(
+            error, PipeError | OSError | MemoryError
+        )
 
 
 class FewSamplesError(CaptureError):

@@ -278,7 +278,8 @@ def _captured(joint: JointGraph, request: Request) -> Capture:
     """
     refuse_held_state(joint, request)
     joint = with_gradients_apart(joint)
-    flow = accumulated(joint, batch_dim=request.batch_dim) if request.samples is not None else uncut(joint)
+    is_cut = request.samples is not None and not request.uncut
+    flow = accumulated(joint, batch_dim=request.batch_dim) if is_cut else uncut(joint)
     kinds, aliases = classify(joint), canonical_names(request.module)
     graph = graph_of_nodes(joint, kinds, flow, aliases)
     capture = Capture(graph, joint.record, joint, kinds, flow, aliases, request.device, request.batch_dim)

@@ -11,8 +11,8 @@ replay    all generators are seeded around every unit, as they are when the step
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,16 +35,20 @@ class EagerReference:
     """What a plain run gave.
 
     Attributes:
-        loss: of these samples.
+        loss: of these samples; None for a step without a backward.
         gradients: by canonical name; of parameters that got one.
         coarsest: the least exact floating type of all that forward computed.
         unmatched: "" if the same random numbers were drawn as by the captured step, else why not.
+        buffers: content of the buffers afterwards, by name.
+        recording: what the step logged and returned.
     """
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     gradients: dict[str, torch.Tensor]
     coarsest: torch.dtype
     unmatched: str
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    recording: StepRecording = field(default_factory=StepRecording)
 
 
 def run_plainly(
@@ -55,7 +59,7 @@ def run_plainly(
     *,
     before_backward: Callable[[], None] = lambda: None,
 ) -> EagerReference:
-    """Run a training step forward and backward; gradients of the module must be None before and are afterwards.
+    """Run a step, and its backward in training; gradients of the module must be None before and are afterwards.
 
     Buffers, attributes and whatever else the step changes are left as it leaves them; generators are as before.
 
@@ -66,9 +70,10 @@ def run_plainly(
         key: key of the random numbers.
         before_backward: called when the loss is there; may raise.
     """
-    module, exactness = request.module, _Exactness()
+    module, exactness, recording = request.module, _Exactness(), StepRecording()
+    training = captured.record.loss is not None
     with contextlib.ExitStack() as stack:
-        scene = (undisturbed(request.device), torch.enable_grad(), recording_calls(module, StepRecording()))
+        scene = (undisturbed(request.device), torch.set_grad_enabled(training), recording_calls(module, recording))
         for entered in (*scene, no_collectives()):
             stack.enter_context(entered)
         stack.enter_context(request.context())
@@ -78,16 +83,20 @@ def run_plainly(
         output = getattr(module, request.method)(
             request.structure.fill_part(tensors, request.batch_dim), *request.arguments
         )
-        output = with_loss(request.method, output)
-    loss = loss_of(module, request.method, output)
-    assert loss is not None, "a training step returns a loss"
+        output = with_loss(request.method, output) if training else output
+        recording.returned = recording.lift(output)
+    loss = loss_of(module, request.method, output) if training else None
     before_backward()
-    loss.backward()
+    if training:
+        assert loss is not None, "a training step returns a loss"
+        loss.backward()
     parameters = {name: module.get_parameter(name) for name in dict.fromkeys(canonical_names(module).values())}
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
         parameter.grad = None
-    return EagerReference(loss.detach(), gradients, exactness.coarsest, unmatched())
+    loss, coarsest = None if loss is None else loss.detach(), exactness.coarsest
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    return EagerReference(loss, gradients, coarsest, unmatched(), buffers, recording)
 
 
 class _Exactness(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -25,8 +26,10 @@ from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, RandomKey
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import BrokenRouteError, CaptureError
 from lightning_pipe.lightning_names import rank_zero_warn
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,21 +93,33 @@ class SlicedCapture(Capture):
         joint = None if self.general is None else at_lengths(self.general, request.structure.leaves)
         if joint is None or not request.total or joint.fits(request.total):
             return None
-        found = _cut(joint, request, request.samples or request.total)
+        try:
+            found = _cut(joint, request, request.samples or request.total)
+        except BrokenRouteError:
+            return None  # it is captured anew, which says so
         return None if found is None else replace(found, general=self.general)
 
 
 def capture_step(request: Request) -> Capture:
     """Trace a step and describe its graph: cut out of that of the whole batch, if batches are cut.
 
+    Where cutting fails for a fault of this package, batches are not cut.
+
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
     """
+    uncut = request.uncut
     with without_collection():
-        if request.samples is not None and request.total:
-            found = _sliced(replace(request, samples=request.total), request.samples)
+        if request.samples is not None and request.total and not uncut:
+            try:
+                found = _sliced(replace(request, samples=request.total), request.samples)
+            except BrokenRouteError as fault:
+                found, uncut = None, str(fault)
+                log.warning("%s is not cut into micro-batches: %s.", request.method, fault)
             if found is not None:
                 return found
+        if uncut and request.samples is not None:
+            return captured_by_microbatch(replace(request, samples=request.total, uncut=uncut)).left_whole(uncut)
         return captured_by_microbatch(request)
 
 
@@ -122,7 +137,22 @@ def _sliced(request: Request, samples: int) -> SlicedCapture | None:
 
 
 def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
+    """Return a traced step cut along samples.
+
+    Raises:
+        CaptureError: if no graph can hold the step.
+        BrokenRouteError: if it cannot be cut for a fault of this package.
+    """
     refuse_held_state(joint, request)
+    try:
+        return _cut_along_samples(joint, request, samples)
+    except Exception as fault:
+        if not BrokenRouteError.is_fault(fault):
+            raise
+        raise BrokenRouteError.of(fault, "its micro-batches") from fault
+
+
+def _cut_along_samples(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
     total, dim, device = request.total, request.batch_dim, request.device
     step = sliced(
         with_gradients_apart(joint),

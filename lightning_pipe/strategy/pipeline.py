@@ -25,7 +25,7 @@ from lightning_pipe.capture.steps.record import AnswerGuard
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import CaptureError, UncapturedError
+from lightning_pipe.errors import BrokenRouteError, CaptureError, UncapturedError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.plan_maker import PlanMaker
@@ -154,13 +154,22 @@ class Pipeline:
         return self._uncaptured.run(call, samples=self._cuts.samples(call.structure), key=key)
 
     def run(self, call: StepRequest, turn: RunOptions) -> StepResult:
-        """Run a step on a batch.
+        """Run a step on a batch; by its next route from now on, where no program can be made for it.
 
         Raises:
             CaptureError: if the step has changed and cannot be captured.
             BatchError: if the batch cannot be cut.
             PipelineError: if the program fails on any rank.
         """
+        while True:
+            try:
+                return self._run_captured(call, turn)
+            except BrokenRouteError as fault:
+                samples = self._cuts.samples(call.structure)
+                step, _ = self._step(call, samples)
+                self._preparation.rerouted(call, samples, step.captured, fault)
+
+    def _run_captured(self, call: StepRequest, turn: RunOptions) -> StepResult:
         samples = self._cuts.samples(call.structure)
         step, sizes = self._step(call, samples)
         if call.method == TRAINING and self._config.witness and self._witness_is_due():

@@ -18,27 +18,22 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import CaptureError, PlanError, UnsupportedError
+from lightning_pipe.errors import BrokenRouteError, CaptureError, PlanError, UnsupportedError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
-from lightning_pipe.strategy.checks.captured_run import cut_up
-from lightning_pipe.strategy.checks.check import Checked, check_captured, too_large
-from lightning_pipe.strategy.plans.kept_checks import KeptCheck
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
 from lightning_pipe.strategy.plans.plan_warnings import kept_by_replicas, warn_of_whole_batches
 from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
-from lightning_pipe.strategy.preparation import PlannedCuts, Preparation
+from lightning_pipe.strategy.preparation import PlannedCuts, Preparation, next_route
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
 from lightning_pipe.strategy.start.stopwatch import Stopwatch
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
-from lightning_pipe.strategy.steps.step_runtime import agree, slices
+from lightning_pipe.strategy.steps.step_runtime import agree
 
 log = logging.getLogger(__name__)
-
-_FEWEST = 3  # samples of a check: two unequal parts; of a single one there is no variance
 
 
 class _WrongCapture(CaptureError):
@@ -69,7 +64,6 @@ class PlanMaker:
         self._costs = PlanCosts(setup.config, setup.links, device=setup.device, host=preparation.host)
         self.proposal: Planned | None = None
         self.foreseen: tuple[Foreseen, ...] = ()
-        self._seed = 0
 
     def make_plan(self, call: StepRequest, *, optimizers: Sequence[Optimizer]) -> int:
         """Make the plan for this call's step, place parameters by it, and make the step ready to run.
@@ -89,11 +83,12 @@ class PlanMaker:
         control, config = self._links.control, self._config
         self._cuts.given = control.agreed(lambda: given_plan(config), source=0, what="the plan file")
         mine = torch.initial_seed() if config.seed is None else config.seed
-        self._seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        seed = control.broadcast(mine, source=0, what="the seed") % (1 << 62)
+        self._preparation.checks.seed = seed
         self._stopwatch.lap("first batch")
         with without_collection():
             self._capture_and_plan(call, optimizers)
-        return self._seed
+        return seed
 
     def _capture_and_plan(self, call: StepRequest, optimizers: Sequence[Optimizer]) -> None:
         """Capture a step, and make the plan for it; by replay where its graph turns out to be wrong."""
@@ -107,13 +102,18 @@ class PlanMaker:
                 self._preparation.plan_by(None)
                 self._preparation.whole, captured = str(reason), captured.left_whole(str(reason))
             except _WrongCapture as wrong:
+                self._preparation.plan_by(None)
                 log.info("%s is replayed: %s", call.method, wrong)
                 captured = self._first_capture(call, reason=str(wrong))
+            except BrokenRouteError as fault:
+                self._preparation.plan_by(None)
+                uncut, replayed = next_route(captured, fault, allowed=self._config.capture)
+                captured = self._first_capture(call, uncut=uncut, reason=replayed)
 
-    def _first_capture(self, call: StepRequest, *, reason: str = "") -> Captured:
+    def _first_capture(self, call: StepRequest, *, reason: str = "", uncut: str = "") -> Captured:
         log.info("Capturing %s.", call.method)
         samples = self._cuts.first_slice(self._cuts.samples(call.structure))
-        captured = self._preparation.capture(call, samples, reason=reason)
+        captured = self._preparation.capture(call, samples, reason=reason, uncut=uncut)
         if call.method == TRAINING and captured.capture.plays is None:
             self._preparation.whole = captured.capture.whole  # also for batches of other sizes
         return captured
@@ -175,6 +175,8 @@ class PlanMaker:
                     method = captured.request.method
                     raise PlanError(f"{error} {method} keeps state for its next call: {kept}.") from error
                 raise
+            except Exception as error:
+                raise (BrokenRouteError.of(error, "its plan") if BrokenRouteError.is_fault(error) else error) from error
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")
@@ -245,8 +247,8 @@ class PlanMaker:
             cuts = preparation.cuts_of(captured.capture.graph)
         if training:
             self._leave_whole_for_replicas(captured, cuts)
-        if training and self._config.check:
-            captured = self._checked(captured, call, samples)
+        if self._config.check:
+            self._check(captured, call, samples)
             self._stopwatch.lap("check")
         preparation.warn_of_results(captured, samples)
         self._place(call, captured, planned, cuts)
@@ -282,63 +284,18 @@ class PlanMaker:
             warn_of_whole_batches(captured.request.method, whole)
         return replace(self._config, microbatches=1) if self._cuts.given is None else self._config
 
-    def _checked(self, captured: Captured, call: StepRequest, samples: int) -> Captured:
-        """Compare a captured step with the plain one, if there is room."""
-        control, weights = self._links.control, self._setup.weights
-        room = weights.room()
-        if refusal := control.broadcast(
-            too_large(captured.request) or room.refusal, source=0, what="what rank 0 has room for"
-        ):
-            log.warning("%s as captured is not compared with the plain step: %s.", call.method, refusal)
-            return captured
+    def _check(self, captured: Captured, call: StepRequest, samples: int) -> None:
+        """Compare a captured step with the plain one.
+
+        Raises:
+            _WrongCapture: on every rank, if they differ and replay may be tried.
+            CaptureError: on every rank, if they differ and nothing else is left.
+        """
         try:
-            with weights.whole(placed=room.placed):
-                self._compare_or_remember(captured, call, samples)
-        finally:
-            cut_up.forget(captured.capture)
-        return captured
-
-    def _compare_or_remember(self, captured: Captured, call: StepRequest, samples: int) -> None:
-        """Compare a captured step with the plain one, if no earlier start has where everything was the same."""
-        control, folder = self._links.control, self._config.cache_dir
-        folder = None if folder is None or control.rank > 0 else folder / "checks"
-        kept = KeptCheck(folder, captured, call, cuts=self._cuts, seed=self._seed)
-        looks = not self._config.recheck
-        known = control.agreed(lambda: kept.look() if looks else None, source=0, what="the check of an earlier start")
-        if known is not None:
-            log.info(
-                "%s as captured is not compared with the plain step again: step, cut, values, batch, seed and machine "
-                "are those of a check that passed on %s; recheck=true compares all the same.",
-                *(call.method, known.day),
-            )
-            return
-        if self._compare(captured, call, samples) and control.rank == 0:
-            kept.keep()
-
-    def _compare(self, captured: Captured, call: StepRequest, samples: int) -> bool:
-        """Compare a captured step with the plain one; return whether it was compared."""
-        first = max(slices(self._cuts.planned.layout, self._cuts.sizes(captured.capture, samples)[:1]))
-        some = min(samples, max(first, _FEWEST))
-        first = first if captured.capture.misfit(some) else some
-        if captured.capture.misfit_of_results(first):
-            first = samples  # a graph of batches of this size alone says nothing of smaller ones
-        return self._compared(captured, call, samples=first).is_compared
-
-    def _compared(self, captured: Captured, call: StepRequest, *, samples: int) -> Checked:
-        """Compare a captured step with the plain one; return what came of it."""
-        try:
-            return check_captured(
-                captured,
-                call,
-                samples=samples,
-                control=self._links.control,
-                seed=self._seed,
-                deadline_s=self._config.deadline_s,
-            )
+            self._preparation.checks.check(captured, call, samples)
         except CaptureError as error:
             if self._config.capture != "auto" or captured.capture.plays is not None:
                 raise
-            self._preparation.plan_by(None)
             raise _WrongCapture(str(error)) from error
 
     @property

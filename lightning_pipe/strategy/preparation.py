@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
-from lightning_pipe.errors import BatchError, CaptureError
+from lightning_pipe.errors import BatchError, BrokenRouteError, CaptureError, PipeError, UncapturedError
 from lightning_pipe.lightning_names import rank_zero_warn
 from lightning_pipe.planner.evaluation.rounds import refuse_rounds
 from lightning_pipe.runtime.activations.host import host_of
@@ -37,6 +38,7 @@ from lightning_pipe.strategy.plans.plan_warnings import (
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
 from lightning_pipe.strategy.refusals import check_written
 from lightning_pipe.strategy.start.compilation import Compilation, recorder_of
+from lightning_pipe.strategy.step_check import StepCheck
 from lightning_pipe.strategy.steps.batch_shapes import ShapesCaptured, different_traces, symbolic_lengths
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
@@ -71,6 +73,7 @@ class Preparation:
         setup: as given.
         cuts: how batches are cut.
         known: the steps that were prepared.
+        checks: compares captured steps with the plain ones.
         host: where this rank offloads to.
         whole: why batches are not cut, though the step may be one graph; "" if they may be.
     """
@@ -87,6 +90,7 @@ class Preparation:
         self.known = KnownSteps(setup.module, cuts=self.cuts, batch_dim=setup.config.batch_dim)
         self.host = host_of(setup.device)
         self.whole = ""
+        self.checks = StepCheck(setup, self.cuts)
         self._capture = StepCapture(setup)
         config = setup.config
         self._compilation = _compilation(config, setup.device)
@@ -138,6 +142,7 @@ class Preparation:
         symbolic: bool = True,
         lengths: Lengths = frozenset(),
         reason: str = "",
+        uncut: str = "",
         answered: tuple[bool, ...] = (),
     ) -> Captured:
         """Capture a step with this many samples; arguments as of `StepCapture.capture`.
@@ -150,7 +155,7 @@ class Preparation:
         is_cut = self.cuts.can_cut(call.structure)
         traced = (max(2, samples) if symbolic else samples) if is_cut else None
         captured = self._capture.capture(
-            call, traced, symbolic=symbolic, lengths=lengths, reason=reason, answered=answered
+            call, traced, symbolic=symbolic, lengths=lengths, reason=reason, uncut=uncut, answered=answered
         )
         return self._left_whole(captured if is_cut else captured.left_whole(self.cuts.uncut(call.structure)))
 
@@ -185,10 +190,33 @@ class Preparation:
         )
 
     def prepared(self, call: StepRequest, samples: int) -> RankStep:
-        """Capture a step for batches of this size, and make it ready to run."""
-        captured = self.captured(call, samples)
-        self.warn_of_results(captured, samples)
-        return self._built_later(captured)
+        """Capture a step for batches of this size, and make it ready to run, by the first route that does.
+
+        Raises:
+            CaptureError: if no route can hold it.
+        """
+        return self._ready(call, samples, self.captured(call, samples))
+
+    def rerouted(self, call: StepRequest, samples: int, captured: Captured, fault: PipeError) -> RankStep:
+        """Make a step ready to run by the route after the one that fails, in the place of how it was captured."""
+        step = self._ready(call, samples, self._by_next_route(call, samples, captured, fault))
+        self.known.put(call, step)
+        return step
+
+    def _ready(self, call: StepRequest, samples: int, captured: Captured) -> RankStep:
+        """Compare a captured step with the plain one, and make it ready to run; by the next route where that fails."""
+        while True:
+            try:
+                if self.setup.config.check:
+                    self.checks.check(captured, call, samples)
+                self.warn_of_results(captured, samples)
+                return self._built_later(captured)
+            except (CaptureError, BrokenRouteError) as fault:
+                captured = self._by_next_route(call, samples, captured, fault)
+
+    def _by_next_route(self, call: StepRequest, samples: int, captured: Captured, fault: PipeError) -> Captured:
+        uncut, reason = next_route(captured, fault, allowed=self.setup.config.capture)
+        return self.capture(call, self.cuts.largest_slice(samples), uncut=uncut, reason=reason)
 
     def _built_later(self, captured: Captured) -> RankStep:
         """Return a step that was captured when parameters were placed already."""
@@ -326,7 +354,35 @@ class Preparation:
         reads_twice = versions != "sync" and training and capture.plays is None and POLICIES[versions].reads_twice
         if reads_twice and any(policy.backward is not None for policy in policies):
             refuse_recompute(versions)
-        return capture.split(cuts, policies=policies, exact_ties=exact_ties, held=self._held, reads_twice=reads_twice)
+        split = partial(capture.split, cuts, policies=policies, exact_ties=exact_ties, held=self._held)
+        return self.setup.links.control.made(lambda: split(reads_twice=reads_twice), what="its stages")
+
+
+def next_route(captured: Captured, fault: PipeError, *, allowed: str) -> tuple[str, str]:
+    """Return `uncut` and `reason` of `Preparation.capture` for a step that fails as it was captured.
+
+    A graph that is cut into micro-batches is left whole; one that is whole, or gives other numbers, is replayed.
+
+    Args:
+        captured: the step.
+        fault: how it fails.
+        allowed: the option `capture`.
+
+    Raises:
+        UncapturedError: for an evaluation without another route, which runs as it is.
+        PipeError: the fault, if there is no other route.
+    """
+    route, method = captured.capture, captured.request.method
+    is_cut = route.plays is None and not route.whole and captured.request.samples is not None
+    if isinstance(fault, BrokenRouteError) and is_cut:
+        log.warning("%s is not cut into micro-batches: %s.", method, fault)
+        return str(fault), ""
+    if route.plays is None and allowed == "auto":
+        log.warning("%s is replayed: %s", method, fault)
+        return "", str(fault)
+    if method != TRAINING:
+        raise UncapturedError(str(fault)) from fault
+    raise fault
 
 
 def _compilation(config: DappleConfig, device: torch.device) -> Compilation | None:

@@ -21,7 +21,7 @@ from lightning_pipe.capture.slicing.slicing import Slicing
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.strategy.checks.captured_run import run_captured
 from lightning_pipe.strategy.checks.check import on_one_device, plain_run
-from lightning_pipe.strategy.checks.differences import compared
+from lightning_pipe.strategy.checks.differences import compared, compared_reports
 
 Values = dict[fx.Node, Any]
 Read = Callable[[fx.Node], Any]
@@ -228,5 +228,7 @@ def deviation_of_parts(
     key = RandomKey(0, 0, 0)
     with on_one_device(capture, request, sum(sizes)) as prepare, NoRandomness():
         plain = plain_run(capture, request, prepare(leaves), key, matched=False)
-        _, gradients, loss = run_captured(capture, request, prepare(leaves), sizes=sizes, key=key)
-    return max(difference.relative for difference in compared(plain, loss, gradients))
+        run = run_captured(capture, request, prepare(leaves), sizes=sizes, key=key)
+        reports = compared_reports(capture, plain, run, samples=sum(sizes))
+        loss: Any = run.batch[capture.record.loss or ""]
+        return max(difference.relative for difference in (*compared(plain, loss, run.gradients), reports))

@@ -27,6 +27,7 @@ from models.parity import make_loader, make_module
 from ranks.world import Raised, World
 from strategy.built_late import Late
 from strategy.fits import checked, make_trainer, on_host
+from strategy.small import Small, assert_as_on_one_device, loader, run
 
 SAMPLES, WIDTH = 4, 6
 
@@ -96,6 +97,31 @@ def test_a_captured_step_that_is_wrong_is_refused_on_every_rank(capture):
             "check=false",
         ):
             assert words in result.text, f"{words!r} is missing in {result.text}"
+
+
+def twice_while_compiling(wanted: bool) -> int:
+    """Return a factor that only a trace is told, so that its graph is wrong."""
+    return 1 + (wanted and torch.compiler.is_compiling())
+
+
+class DeceptiveLater(Small):
+    """Steps whose graphs are wrong, but for the first one of training."""
+
+    validation = staticmethod(lambda: loader(12, 4, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch) * twice_while_compiling(self.current_epoch > 0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch) * twice_while_compiling(True))
+
+
+def fit_later(name: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    return run(DeceptiveLater, options)
+
+
+def test_graphs_of_later_epochs_and_of_validation_are_compared_too():
+    assert_as_on_one_device(fit_later, "", {"layout": "1-1", "microbatches": 2, "check": True})
 
 
 def test_the_check_can_be_switched_off():
@@ -213,7 +239,7 @@ def test_a_module_without_memory_is_not_compared():
 def test_what_rounding_leaves_of_a_gradient_is_not_a_difference():
     """A bias before a batch norm has a gradient of zero, but for rounding."""
     norm = nn.BatchNorm1d(WIDTH)
-    loss, worst = compared(Chain(norm), torch.randn(SAMPLES, WIDTH))
+    loss, worst, _ = compared(Chain(norm), torch.randn(SAMPLES, WIDTH))
     assert max(loss.relative, worst.relative) <= worst.allowed
     assert int(norm.num_batches_tracked) == 0 and torch.equal(norm.running_mean, torch.zeros(WIDTH))
 
@@ -246,7 +272,7 @@ def shorten(patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def test_gradients_in_files_are_those_in_memory(short_of_memory):
     module, batch = Chain(), torch.randn(SAMPLES, WIDTH)
-    loss, worst = compared(module, batch)
+    loss, worst, _ = compared(module, batch)
     assert len(short_of_memory) == 2 * 6, "both runs of each of the parameters"
     assert any(gradient.any() for gradient in short_of_memory)
     assert loss.relative <= loss.allowed and worst.relative <= worst.allowed
@@ -254,7 +280,7 @@ def test_gradients_in_files_are_those_in_memory(short_of_memory):
 
 
 def test_a_difference_is_seen_in_files_too(short_of_memory):
-    loss, worst = compared(Chain(Deceptive()), torch.randn(SAMPLES, WIDTH))
+    loss, worst, _ = compared(Chain(Deceptive()), torch.randn(SAMPLES, WIDTH))
     assert max(loss.relative, worst.relative) > worst.allowed and short_of_memory
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.strategy import plan_maker
+from lightning_pipe.strategy import step_check
 from strategy.fits import checked, make_trainer
 
 WIDTH = 6
@@ -45,13 +45,13 @@ class Chain(pl.LightningModule):
 def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Return a function that fits one batch, and returns how often it compared the captured step with the plain one."""
     compared: list[int] = []
-    check = plan_maker.check_captured
+    check = step_check.check_captured
 
     def counting(*args: Any, **options: Any) -> Any:
         compared.append(1)
         return check(*args, **options)
 
-    monkeypatch.setattr(plan_maker, "check_captured", counting)
+    monkeypatch.setattr(step_check, "check_captured", counting)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)  # a worker of xdist has none
 
     def fit(

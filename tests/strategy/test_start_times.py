@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_pipe.capture.eager_reference import EagerReference
-from lightning_pipe.strategy import plan_maker
+from lightning_pipe.strategy import step_check
 from lightning_pipe.strategy.checks import differences
 from lightning_pipe.strategy.checks.differences import compared
 from lightning_pipe.strategy.start import stopwatch
@@ -87,7 +87,7 @@ def fit_twice(folder: str) -> tuple[list[list[float]], list[list[str]], list[boo
         losses = Losses()
         strategy = checked(layout="1-1", microbatches=2, capture="joint", cache=cache)
         as_script = patch.object(sys.modules["__main__"], "__file__", __file__, create=True)
-        with as_script, patch.object(plan_maker, "check_captured", wraps=plan_maker.check_captured) as check:
+        with as_script, patch.object(step_check, "check_captured", wraps=step_check.check_captured) as check:
             make_trainer(strategy, max_steps=3, callbacks=[losses]).fit(
                 make_module("gpt_tied").train(), make_loader("gpt_tied")
             )

@@ -41,6 +41,7 @@ class Request:
         may_skip: whether a training step may return None, and so skip its batch.
         answered: truth values of the first questions that the step asks of its tensors, where they are known.
         whole_batch: "auto", "exact" or "by_microbatch": what happens where gradients need all samples of the batch.
+        uncut: why its batches are not cut into micro-batches, in words after "since"; "" if they may be.
         kept: folder of graphs that were traced before (`capture.kept_graphs`); None if none are kept.
     """
 
@@ -59,6 +60,7 @@ class Request:
     may_skip: bool = False
     answered: tuple[bool, ...] = ()
     whole_batch: str = "auto"
+    uncut: str = ""
     kept: Path | None = None
 
     @property

@@ -54,8 +54,9 @@ class _Shapes:
         if not is_operation or is_size(node) or takes_output(node) or not _is_dense(node, *node.all_input_nodes):
             return True
         target: Any = RUN_AS.get(node.target, node.target)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
         try:
-            result = target(*fx.map_arg(node.args, self._value), **fx.map_arg(node.kwargs, self._value))
+            result = target(*args, **kwargs)
         except NotImplementedError:
             return True  # it runs on data alone
         except Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,7 @@ from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.program import Layout, Pass, Samples
-from lightning_pipe.errors import CaptureError, PipeError
+from lightning_pipe.errors import BrokenRouteError, CaptureError, PipeError
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, combine, from_tensor, packed, to_tensor
@@ -40,6 +40,23 @@ cut_up = OncePerObject(_cut_up)
 """Return a captured step as a few stages; to be forgotten when the last comparison is made."""
 
 
+@dataclass(frozen=True)
+class CapturedRun:
+    """What a run of a captured step gave.
+
+    Attributes:
+        results: of the micro-batches, by value name; those that are made of others are what guards ask for.
+        batch: results of all samples, by value name.
+        gradients: by canonical name.
+        buffers: content of the buffers afterwards, by name.
+    """
+
+    results: list[Mapping[str, Content]]
+    batch: Mapping[str, Content]
+    gradients: dict[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
 def run_captured(
     captured: Route,
     request: Request,
@@ -47,7 +64,7 @@ def run_captured(
     *,
     sizes: tuple[int, ...],
     key: RandomKey,
-) -> tuple[list[Mapping[str, Content]], dict[str, torch.Tensor], torch.Tensor]:
+) -> CapturedRun:
     """Run the captured step by micro-batches, whose gradients are added to those that are there.
 
     Args:
@@ -56,16 +73,18 @@ def run_captured(
         tensors: leaves of all samples.
         sizes: samples of the micro-batches.
         key: of the random numbers of the first.
-
-    Returns:
-        Results of the micro-batches (of those that are made of others, what guards ask for), gradients by canonical
-        name, and the loss of all samples.
     """
     key = replace(key, batch_samples=sum(sizes))
-    module, value = request.module, cut_up(captured).values[captured.record.loss or ""]
-    stages, buffers = _whole(captured, request, sizes=sizes, training=True)
+    module, loss = request.module, captured.record.loss
+    try:
+        stages, buffers = _whole(captured, request, sizes=sizes, training=loss is not None)
+    except Exception as fault:
+        if not BrokenRouteError.is_fault(fault):
+            raise
+        raise BrokenRouteError.of(fault, "its stages") from fault
     results: list[Mapping[str, Content]] = []
-    weights = [1.0 if value.combine == "sum" else samples / sum(sizes) for samples in sizes]
+    is_sum = loss is not None and cut_up(captured).values[loss].combine == "sum"
+    weights = [1.0 if is_sum else samples / sum(sizes) for samples in sizes]
     cut = _parts(captured, request, tensors, sizes=sizes, buffers=buffers, key=key)
     slices = [
         Slice(samples, replace(key, microbatch=number), mean_weight=weight, sum_weight=weight)
@@ -77,7 +96,7 @@ def run_captured(
             results.append(stages.forward(number, parts, own))
             if number == len(sizes) - 1:
                 of_head = stages.head(sizes, key)
-            for ready in stages.ready(number, of=len(sizes)):
+            for ready in stages.ready(number, of=len(sizes)) if loss is not None else ():
                 stages.backward(ready, slices[ready])
         except torch.OutOfMemoryError:
             raise
@@ -90,14 +109,14 @@ def run_captured(
                 f"{type(error).__name__} on {which} micro-batch ({samples} samples), where the plain step does not: "
                 f"{error}. {advice(captured)}"
             ) from error
+    stages.finish()
     batch = {**_of_batch(captured, results, sizes, weights), **of_head}
-    loss = batch[captured.record.loss or ""]
-    assert isinstance(loss, torch.Tensor), "the loss is a tensor"
+    buffers |= {late.state: batch[late.name] for late in captured.late_values if late.state}  # type: ignore[misc]
     parameters = dict(module.named_parameters(remove_duplicate=False))
     names = dict.fromkeys(canonical_names(module).values())
     found = {name: grad for name in names if (grad := parameters[name].grad) is not None}
     answers = {guard.ref.name: batch[guard.ref.name] for guard in captured.record.guards}
-    return [{**result, **answers, **of_head} for result in results], found, loss.detach().cpu()
+    return CapturedRun([{**result, **answers, **of_head} for result in results], batch, found, buffers)
 
 
 def _of_batch(

@@ -1,8 +1,9 @@
-"""Check of a captured step against the plain one: once, before training, on the first micro-batch.
+"""Check of a captured step against the plain one: once for every graph, before it runs, on some samples of its batch.
 
-On rank 0, where the module is whole: the plain step, and the captured one as a single stage, with the same random
-numbers. The loss and the gradient of every parameter are compared. Sums may be made in another order, which costs the
-last digits; so, with eps the precision of the least exact floating type that forward computes in,
+On rank 0, where the module is whole: the plain step, and the captured one, with the same random numbers. The loss, the
+gradient of every parameter, buffers that change, and what is logged and returned are compared. Sums may be made in
+another order, which costs the last digits; so, with eps the precision of the least exact floating type that forward
+computes in,
 
     |captured - plain|  <=  eps^(1/2) * scale      half of the digits
     scale of a gradient  =  max(its own largest, eps^(1/4) * the largest of all)
@@ -35,7 +36,7 @@ from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.strategy.checks.captured_run import advice, run_captured
-from lightning_pipe.strategy.checks.differences import Difference, compared
+from lightning_pipe.strategy.checks.differences import Difference, compared, compared_reports
 from lightning_pipe.strategy.lightning_private import located
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
 from lightning_pipe.strategy.start.mapped import MappedTensors
@@ -72,11 +73,11 @@ class Checked:
 def check_captured(
     captured: Captured, call: StepRequest, *, samples: int, control: ControlPlane, seed: int, deadline_s: float
 ) -> Checked:
-    """Compare a captured training step with the plain one on the first samples of a batch; on all ranks together.
+    """Compare a captured step with the plain one on the first samples of a batch; on all ranks together.
 
     Args:
         captured: the step.
-        call: what was captured; the module of rank 0 is whole, and rank 0 has the tensors of the batch.
+        call: what was captured; the module of rank 0 is whole.
         samples: number of samples to take.
         control: to the other ranks.
         seed: seed of the random numbers.
@@ -85,14 +86,16 @@ def check_captured(
     Raises:
         CaptureError: on every rank, if they differ, naming the worst parameter, and what to do.
     """
+    mine = None if call.tensors is None else [tensor.cpu() for tensor in call.tensors]
+    tensors = control.to_first(mine, source=call.holder, what="the batch by which the captured step is checked")
 
     def check() -> Checked:
-        assert call.tensors is not None, "rank 0 has looked at the batch"
+        assert tensors is not None, "rank 0 was sent the batch"
         request = captured.request
-        cut = request.structure.cut(request.batch_dim) if request.samples is not None else (False,) * len(call.tensors)
+        cut = request.structure.cut(request.batch_dim) if request.samples is not None else (False,) * len(tensors)
         first = [
             tensor.narrow(request.batch_dim, 0, samples) if along else tensor
-            for tensor, along in zip(call.tensors, cut, strict=True)
+            for tensor, along in zip(tensors, cut, strict=True)
         ]
         begin = time.perf_counter()
         is_compared = _check(captured.capture, request, first, samples=samples, seed=seed, deadline_s=deadline_s)
@@ -107,16 +110,18 @@ def _check(
     """Compare, and log the result or raise; return whether the two could be compared."""
     begin = time.perf_counter()
     try:
-        loss, worst = differences(captured, request, tensors, samples=samples, seed=seed, deadline_s=deadline_s)
+        found = differences(captured, request, tensors, samples=samples, seed=seed, deadline_s=deadline_s)
     except Incomparable as reason:
         log.warning("%s as captured is not compared with the plain step: %s.", request.method, reason)
         return False
-    if not max(loss.relative, worst.relative) <= worst.allowed:
-        raise CaptureError(_refusal(captured, request, samples, loss=loss, worst=worst))
+    loss, worst, other = found
+    if not all(difference.relative <= difference.allowed for difference in found):
+        raise CaptureError(_refusal(captured, request, samples, *found))
     log.info(
         "%s as captured (%s) agrees with the plain step on the first micro-batch of %d samples: the loss differs by "
-        "%.1e of itself, gradients by at most %.1e of the largest (%.1e is rounding in %s); compared in %.2f s.",
-        *(request.method, captured.name, samples, loss.relative, worst.relative, worst.allowed),
+        "%.1e of itself, gradients by at most %.1e of the largest, buffers and reports by %.1e (%.1e is rounding in "
+        "%s); compared in %.2f s.",
+        *(request.method, captured.name, samples, loss.relative, worst.relative, other.relative, worst.allowed),
         *(_spelled(worst.dtype), time.perf_counter() - begin),
     )
     return True
@@ -130,8 +135,8 @@ def differences(
     samples: int,
     seed: int,
     deadline_s: float = math.inf,
-) -> tuple[Difference, Difference]:
-    """Return the difference of the loss, and the largest of a gradient.
+) -> tuple[Difference, Difference, Difference]:
+    """Return the difference of the loss, and the largest of a gradient, and of a buffer or a report.
 
     Args:
         captured: the step.
@@ -149,17 +154,21 @@ def differences(
     with on_one_device(captured, request, samples) as prepare:
         plain = plain_run(captured, request, prepare(tensors), key, deadline_s=deadline_s)
         sizes = _parts(captured, samples)
-        results, gradients, loss = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key)
-        if (guard := wrong_answer(captured.record, results[0])) is not None:
+        run = run_captured(captured, request, prepare(tensors), sizes=sizes, key=key)
+        if (guard := wrong_answer(captured.record, run.results[0])) is not None:
             raise Incomparable(
                 f"the question at {guard.line} has another answer for the first samples than for the batch"
             )
-        return compared(plain, loss, gradients)
+        loss = run.batch[captured.record.loss] if captured.record.loss is not None else None
+        assert loss is None or isinstance(loss, torch.Tensor), "a loss is a tensor"
+        reports = compared_reports(captured, plain, run, samples=samples)
+        return *compared(plain, loss, run.gradients), reports
 
 
 def _parts(captured: Route, samples: int) -> tuple[int, ...]:
     """Return the parts in which samples are run: unequal ones, where these are to make what all make together."""
-    if not captured.is_exact or samples < 2 or captured.may_draw or captured.graph.coupled:
+    is_one = captured.may_draw or captured.graph.coupled or captured.by_parts or captured.whole
+    if not captured.is_exact or samples < 2 or is_one:
         return (samples,)
     fewer = max(1, (samples - 1) // 2)
     return samples - fewer, fewer
@@ -268,10 +277,15 @@ def plain_run(
     return plain
 
 
-def _refusal(captured: Route, request: Request, samples: int, *, loss: Difference, worst: Difference) -> str:
+def _refusal(
+    captured: Route, request: Request, samples: int, loss: Difference, worst: Difference, other: Difference
+) -> str:
     module = request.module
     found = f"its loss is {loss.captured:.9g} instead of {loss.plain:.9g}"
-    if worst.relative > worst.allowed:
+    if captured.record.loss is None or max(loss.relative, worst.relative) <= worst.allowed:
+        place = other.name.partition(" (")[0]
+        found = f"{place} has {other.captured:.9g} where it should have {other.plain:.9g}"
+    elif worst.relative > worst.allowed:
         path = worst.name.rpartition(".")[0]
         where = f"{path}: {type(module.get_submodule(path)).__name__}" if path else type(module).__name__
         found += (
@@ -281,8 +295,8 @@ def _refusal(captured: Route, request: Request, samples: int, *, loss: Differenc
     return (
         f"{type(module).__name__}.{request.method}, captured by the route {captured.name}, gives other results than "
         f"the plain step: on the first micro-batch ({samples} samples, the same random numbers) {found}. That is "
-        f"{max(loss.relative, worst.relative):.1e} of the largest value, and rounding in {_spelled(worst.dtype)} "
-        f"explains {worst.allowed:.1e}. {advice(captured)}"
+        f"{max(loss.relative, worst.relative, other.relative):.1e} of the largest value, and rounding in "
+        f"{_spelled(worst.dtype)} explains {worst.allowed:.1e}. {advice(captured)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Differences between the results of two runs of a step: of the loss, and of the gradient that differs most.
+"""Differences between two runs of a step: of its loss, and of the gradient, buffer or report that differs most.
 
 Gradients are looked at in pieces of some thousand numbers, in double precision, so that comparing two sets of gradients
 takes no memory besides them.
@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from lightning_pipe.capture.eager_reference import EagerReference
+from lightning_pipe.capture.route import Route
+from lightning_pipe.capture.steps.reported_numbers import reported_numbers
+from lightning_pipe.strategy.checks.captured_run import CapturedRun
 
 _PIECE = 2**18  # numbers that are compared at once
+_COARSE = 1e-3  # eps of types in which rounding decides too often which of several scores is the largest
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class Difference:
     """Where captured and plain differ most, relative to scale.
 
     Attributes:
-        name: of a parameter; "" for the loss.
+        name: of a parameter or buffer, or what is logged or returned; "" for the loss.
         captured, plain: the two numbers.
         relative: their difference in units of the scale.
         dtype: the least exact type of the computation.
@@ -41,26 +45,70 @@ class Difference:
 
 
 def compared(
-    plain: EagerReference, loss: torch.Tensor, gradients: Mapping[str, torch.Tensor]
+    plain: EagerReference, loss: torch.Tensor | None, gradients: Mapping[str, torch.Tensor]
 ) -> tuple[Difference, Difference]:
     """Return the difference of the loss, and the largest of a gradient; what one run has not counts as zeros."""
-    least = torch.finfo(plain.coarsest).eps ** 0.25
     largest = {name: _largest(gradient) for name, gradient in plain.gradients.items()}
-    least_gradient = least * max(largest.values(), default=0.0)
-
-    def difference(name: str, pair: tuple[torch.Tensor | None, torch.Tensor | None], scale: float) -> Difference:
-        absolute, *numbers = _furthest(*pair)
-        relative = 0.0 if absolute == 0.0 else absolute / scale if scale and absolute < torch.inf else torch.inf
-        return Difference(name, numbers[0], numbers[1], relative, plain.coarsest)
-
+    least = _least(plain) * max(largest.values(), default=0.0)
     every = (
-        difference(name, (gradients.get(name), plain.gradients.get(name)), max(largest.get(name, 0.0), least_gradient))
+        _difference(name, gradients.get(name), plain.gradients.get(name), plain, least=least)
         for name in {**plain.gradients, **gradients}
     )
-    none = Difference("", 0.0, 0.0, 0.0, plain.coarsest)
-    worst = max(every, key=lambda one: one.relative, default=none)
-    losses = (loss.cpu().reshape(1), plain.loss.cpu().reshape(1))
-    return difference("", losses, max(_largest(losses[1]), least)), worst
+    worst = max(every, key=_relative, default=_none(plain))
+    if plain.loss is None or loss is None:
+        return _none(plain), worst
+    found, expected = (one.detach().cpu().reshape(1) for one in (loss, plain.loss))
+    return _difference("", found, expected, plain, least=_least(plain)), worst
+
+
+def compared_reports(captured: Route, plain: EagerReference, run: CapturedRun, *, samples: int) -> Difference:
+    """Return the largest difference of a buffer that the step writes, or of a number that it logs or returns.
+
+    None is looked for where rounding decides too often which of several scores is the largest, nor in a replayed step,
+    whose reports are known when it has run.
+
+    Args:
+        captured: the step.
+        plain: the run of the plain step.
+        run: the run of the captured step on the same samples.
+        samples: their number.
+    """
+    if captured.plays is not None or torch.finfo(plain.coarsest).eps > _COARSE:
+        return _none(plain)
+    record, recording, batch = captured.record, plain.recording, run.batch
+    written = {*captured.writes, *(late.state for late in captured.late_values)} - {*captured.buffers_by_parts()}
+    pairs = [(f"the buffer {name}", run.buffers[name], plain.buffers[name]) for name in written & plain.buffers.keys()]
+    reported = reported_numbers(record.calls, record.returned, batch.get, samples)
+    expected = reported_numbers(recording.calls, recording.returned, lambda name: recording.results[int(name)], samples)
+    pairs += [(place, reported[place], expected[place]) for place in reported.keys() & expected.keys()]
+    every = (_difference(name, one.cpu(), two.cpu(), plain, least=_least(plain)) for name, one, two in pairs)
+    return max(every, key=_relative, default=_none(plain))
+
+
+def _difference(
+    name: str, one: torch.Tensor | None, two: torch.Tensor | None, plain: EagerReference, *, least: float
+) -> Difference:
+    """Return the difference of a captured and a plain tensor; infinite where their shapes differ."""
+    if one is not None and two is not None and one.shape != two.shape:
+        return Difference(
+            f"{name} ({tuple(one.shape)} for {tuple(two.shape)})", *(torch.nan,) * 2, torch.inf, plain.coarsest
+        )
+    absolute, *numbers = _furthest(one, two)
+    scale = max(0.0 if two is None else _largest(two), least)
+    relative = 0.0 if absolute == 0.0 else absolute / scale if scale and absolute < torch.inf else torch.inf
+    return Difference(name, numbers[0], numbers[1], relative, plain.coarsest)
+
+
+def _none(plain: EagerReference) -> Difference:
+    return Difference("", 0.0, 0.0, 0.0, plain.coarsest)
+
+
+def _least(plain: EagerReference) -> float:
+    return float(torch.finfo(plain.coarsest).eps ** 0.25)
+
+
+def _relative(difference: Difference) -> float:
+    return difference.relative
 
 
 def _furthest(found: torch.Tensor | None, expected: torch.Tensor | None) -> tuple[float, float, float]:

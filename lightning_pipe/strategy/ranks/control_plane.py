@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_pipe.errors import PipelineError
+from lightning_pipe.errors import BrokenRouteError, PipelineError
 from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
 from lightning_pipe.runtime.guard.watch import MismatchError
 from lightning_pipe.runtime.transport.protocol import Transport
@@ -90,6 +90,26 @@ class ControlPlane:
         value, failure = self.broadcast(made, source=source, what=what)
         if failure is not None:
             raise failure if self.rank == source else raised_on(failure, source)
+        return value
+
+    def made(self, make: Callable[[], T], *, what: str) -> T:
+        """Make something on every rank for itself.
+
+        Raises:
+            BrokenRouteError: on every rank, if that fails on some rank for a fault of this package.
+        """
+        fault: Exception | None = None
+        try:
+            value = make()
+        except Exception as error:
+            if not BrokenRouteError.is_fault(error):
+                raise
+            fault = error
+        faults = self.sum(torch.tensor(float(fault is not None)), what=what)
+        if fault is not None:
+            raise BrokenRouteError.of(fault, what) from fault
+        if faults:
+            raise BrokenRouteError(f"{what} cannot be made on another rank")
         return value
 
     def copy(self, tensor: torch.Tensor, *, source: int, what: str) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 joint     one graph of forward and backward (`capture.capture`); refuses what a graph would freeze
 replay    the Python of the step runs on every rank (`capture.replayed.replay`)
-auto      joint; replay where joint refuses
+auto      joint; where it fails for a fault of this package, joint for batches that are not cut; replay where joint
+          refuses
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Protocol
 from lightning_pipe.capture import Capture, Request, Route, capture_step
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
-from lightning_pipe.errors import CaptureError, ChangedStateError, FewSamplesError, UncapturedError
+from lightning_pipe.errors import (
+    BrokenRouteError,
+    CaptureError,
+    ChangedStateError,
+    FewSamplesError,
+    PipeError,
+    UncapturedError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +65,11 @@ def captured_by(
     if route == "replay":
         return _replayed(request, traced, reason="capture='replay' asks for it")
     captured, reason = _joint(request)
+    uncut, _ = refusals(captured is not None and bool(captured.whole))
+    if uncut and captured is not None and not captured.whole:
+        captured, reason = _joint(replace(request, uncut="another rank cannot cut it"))
+    if refusals(isinstance(reason, BrokenRouteError))[0]:
+        captured, reason = None, reason or BrokenRouteError("its graph cannot be made on another rank")
     refusing, ranks = refusals(reason is not None)
     if captured is not None:
         return captured  # if another rank refuses, its error comes to this one too
@@ -77,7 +90,7 @@ def captured_by(
 
 
 def _captured_settled(
-    request: Request, reason: CaptureError | None, settled: Settled, *, refusals: Refusals, ranks: int
+    request: Request, reason: PipeError | None, settled: Settled, *, refusals: Refusals, ranks: int
 ) -> Capture | None:
     """Return a step as one graph of the state that settles in its first call; None if it is none on any rank.
 
@@ -96,12 +109,18 @@ def _captured_settled(
     return None
 
 
-def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError]:
+def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError | BrokenRouteError]:
     """Return a step as one graph, or why it is none."""
     try:
         return capture_step(request), None
     except CaptureError as refused:
         return None, refused
+    except Exception as fault:
+        if not BrokenRouteError.is_fault(fault):
+            raise
+        report = BrokenRouteError.of(fault, "its graph")
+        report.__cause__ = fault
+        return None, report
 
 
 def _replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:

@@ -83,6 +83,7 @@ class StepCapture:
         symbolic: bool = True,
         lengths: Lengths = frozenset(),
         reason: str = "",
+        uncut: str = "",
         answered: tuple[bool, ...] = (),
     ) -> Captured:
         """Capture a step; by replay if there is a reason.
@@ -93,6 +94,7 @@ class StepCapture:
             symbolic: whether the number of samples is a symbol of the graph.
             lengths: sizes that are symbols, too.
             reason: why it is replayed; "" if it need not be.
+            uncut: why its batches are not cut, in words after "since"; "" if they may be.
             answered: truth values of the first questions that the step asks, where they are known.
 
         Raises:
@@ -114,6 +116,7 @@ class StepCapture:
             may_skip=self.may_skip,
             answered=answered,
             whole_batch=self._setup.config.whole_batch,
+            uncut=uncut,
             kept=None if self._setup.config.cache_dir is None else self._setup.config.cache_dir / "graphs",
         )
         request = replace(request, answers=self._agreed_answers(call, request))

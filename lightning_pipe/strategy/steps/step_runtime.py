@@ -221,7 +221,7 @@ class RankStep:
         seam: Seam | None = None,
         policy: WeightPolicy | None = None,
     ) -> VerifiedProgram:
-        """Return the proved program for micro-batches of these sizes, agreed on and connected.
+        """Return the proved program for micro-batches of these sizes, agreed on and connected; on all ranks together.
 
         Args:
             sizes: samples of the micro-batches.
@@ -229,19 +229,19 @@ class RankStep:
             training: whether there is a backward.
             seam: how a round joins those before and after it.
             policy: that decides its order.
+
+        Raises:
+            BrokenRouteError: on every rank, if it cannot be made for a fault of this package.
         """
         key = (sizes, synchronise and training, seam)
         if key not in self._programs:
-            if seam is not None and policy is not None:
-                program = self._round(sizes, synchronise, seam, policy)
-            else:
-                program = self._lowered(sizes, synchronise, training, join=planned_join(self.plan))
-            if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
-                rank_zero_warn(
-                    f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
-                    "Set a smaller `join` in the options of the plan."
-                )
-                program = self._lowered(sizes, synchronise, training, join=1)
+
+            def proved() -> VerifiedProgram:
+                if seam is not None and policy is not None:
+                    return self._round(sizes, synchronise, seam, policy)
+                return self._joined(sizes, synchronise, training)
+
+            program = self._links.control.made(proved, what="its program")
             agree(self._links, {"program": format_program(program)})
             if self._compiled is not None:
                 self._compiled.compile_for(program, control=self._links.control)
@@ -249,6 +249,17 @@ class RankStep:
                 connect(self._links.transport, [program])
             self._programs[key] = program
         return self._programs[key]
+
+    def _joined(self, sizes: tuple[int, ...], synchronise: bool, training: bool) -> VerifiedProgram:
+        """Return the program of a batch, which joins W of several micro-batches where the graph holds for them."""
+        program = self._lowered(sizes, synchronise, training, join=planned_join(self.plan))
+        if why := next(filter(None, map(self.capture.misfit, joined_samples(program))), ""):
+            rank_zero_warn(
+                f"W of several micro-batches is not joined, as the graph does not hold for their samples: {why}. "
+                "Set a smaller `join` in the options of the plan."
+            )
+            program = self._lowered(sizes, synchronise, training, join=1)
+        return program
 
     def _lowered(self, sizes: tuple[int, ...], synchronise: bool, training: bool, *, join: int) -> VerifiedProgram:
         layout, count = self.plan.layout, len(sizes)
