@@ -23,7 +23,6 @@ from torch import fx, nn
 from lightning_pipe import cache_files
 from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.kept_expressions import ExpressionRows, UnknownExpression, expressions_of
-from lightning_pipe.capture.python.step_identity import TORCH_NAMESPACES
 
 _FORMAT = 1  # raised when what is written changes
 _MOST_BYTES = 1 << 30  # of all graphs of a folder: some hundreds of large models
@@ -176,7 +175,7 @@ def _function(target: list[str]) -> Any:
     if kind != "op":
         return _FUNCTIONS[kind, name]
     namespace, packet, overload = name.split(".")
-    if namespace not in TORCH_NAMESPACES:
+    if namespace not in private.TORCH_NAMESPACES:
         raise ValueError(f"{name} is no operator of torch's own")
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     if not isinstance(found, private.OpOverload) or private.argument_place(found, ("filename",)):

@@ -97,13 +97,14 @@ class SlicedCapture(Capture):
             found = _cut(joint, request, request.samples or request.total)
         except BrokenRouteError:
             return None  # it is captured anew, which says so
-        return None if found is None else replace(found, general=self.general)
+        return None if isinstance(found, str) else replace(found, general=self.general)
 
 
 def capture_step(request: Request) -> Capture:
     """Trace a step and describe its graph: cut out of that of the whole batch, if batches are cut.
 
-    Where cutting fails for a fault of this package, batches are not cut.
+    Batches are not cut where cutting fails for a fault of this package, or where an evaluation needs all samples in the
+    middle of the model. A training step takes what a micro-batch has there, with a warning.
 
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
@@ -114,30 +115,35 @@ def capture_step(request: Request) -> Capture:
             try:
                 found = _sliced(replace(request, samples=request.total), request.samples)
             except BrokenRouteError as fault:
-                found, uncut = None, str(fault)
+                found = str(fault)
                 log.warning("%s is not cut into micro-batches: %s.", request.method, fault)
-            if found is not None:
+                uncut = found
+            if not isinstance(found, str):
                 return found
+            if request.method == "training_step" and not uncut:
+                _warn(found, request)
+            else:
+                uncut = found
         if uncut and request.samples is not None:
             return captured_by_microbatch(replace(request, samples=request.total, uncut=uncut)).left_whole(uncut)
         return captured_by_microbatch(request)
 
 
-def _sliced(request: Request, samples: int) -> SlicedCapture | None:
-    """Return the step cut along samples; None, with a warning, where something needs more than all forwards."""
+def _sliced(request: Request, samples: int) -> SlicedCapture | str:
+    """Return the step cut along samples; in words, what needs more than the forwards of all micro-batches."""
     if request.lengths:
         with contextlib.suppress(CaptureError):
             general = trace(request)
             joint = at_lengths(general, request.structure.leaves)
             if joint is not None:
                 found = _cut(joint, request, samples)
-                return None if found is None else replace(found, general=general)
+                return found if isinstance(found, str) else replace(found, general=general)
         request = replace(request, lengths=frozenset())
     return _cut(trace(request), request, samples)
 
 
-def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
-    """Return a traced step cut along samples.
+def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | str:
+    """Return a traced step cut along samples; in words, what needs more than the forwards of all micro-batches.
 
     Raises:
         CaptureError: if no graph can hold the step.
@@ -152,7 +158,7 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | N
         raise BrokenRouteError.of(fault, "its micro-batches") from fault
 
 
-def _cut_along_samples(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | None:
+def _cut_along_samples(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | str:
     total, dim, device = request.total, request.batch_dim, request.device
     step = sliced(
         with_gradients_apart(joint),
@@ -163,8 +169,7 @@ def _cut_along_samples(joint: JointGraph, request: Request, samples: int) -> Sli
         whole_batch=request.whole_batch,
     )
     if isinstance(step, str):
-        _warn(step, request)
-        return None
+        return step
     kinds, aliases = classify(step.joint), canonical_names(request.module)
     return SlicedCapture(
         graph=graph_of_nodes(step.joint, kinds, step.flow, aliases, step.head),

@@ -332,6 +332,9 @@ def own_symbol(size: torch.SymInt) -> Any:
     return size.node._expr
 
 
+TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators whose derivatives are torch's own
+
+
 def operator_name(node: torch.fx.Node) -> str:
     """Return the name of a node's operator without namespace and overload, such as `addmm` or `getitem`."""
     target = node.target

@@ -195,7 +195,11 @@ class Preparation:
         Raises:
             CaptureError: if no route can hold it.
         """
-        return self._ready(call, samples, self.captured(call, samples))
+        relatives = self.known.relatives(call)
+        captured = self.captured(call, samples)
+        general = captured.capture.general
+        is_derived = general is not None and any(step.capture.general is general for step in relatives)
+        return self._ready(call, samples, captured, is_checked=is_derived)
 
     def rerouted(self, call: StepRequest, samples: int, captured: Captured, fault: PipeError) -> RankStep:
         """Make a step ready to run by the route after the one that fails, in the place of how it was captured."""
@@ -203,16 +207,16 @@ class Preparation:
         self.known.put(call, step)
         return step
 
-    def _ready(self, call: StepRequest, samples: int, captured: Captured) -> RankStep:
+    def _ready(self, call: StepRequest, samples: int, captured: Captured, *, is_checked: bool = False) -> RankStep:
         """Compare a captured step with the plain one, and make it ready to run; by the next route where that fails."""
         while True:
             try:
-                if self.setup.config.check:
+                if self.setup.config.check and not is_checked:
                     self.checks.check(captured, call, samples)
                 self.warn_of_results(captured, samples)
                 return self._built_later(captured)
             except (CaptureError, BrokenRouteError) as fault:
-                captured = self._by_next_route(call, samples, captured, fault)
+                captured, is_checked = self._by_next_route(call, samples, captured, fault), False
 
     def _by_next_route(self, call: StepRequest, samples: int, captured: Captured, fault: PipeError) -> Captured:
         uncut, reason = next_route(captured, fault, allowed=self.setup.config.capture)

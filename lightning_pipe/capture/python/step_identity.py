@@ -27,7 +27,6 @@ from lightning_pipe.capture.python.guards import settings
 from lightning_pipe.capture.tracked.number_expressions import Source
 from lightning_pipe.lightning_names import pl
 
-TORCH_NAMESPACES = frozenset({"aten", "prims"})  # of operators whose derivatives are torch's own
 _HIDDEN_CALLS = frozenset(  # torch calls that change a tensor, or its backward, without an operation
     "__set__ register_hook register_post_accumulate_grad_hook retain_grad backward set_data resize_".split()
 )
@@ -61,7 +60,7 @@ class StepIdentity(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Write an operation down, and run it."""
         kwargs = kwargs or {}
-        if not isinstance(func, private.OpOverload) or func.namespace not in TORCH_NAMESPACES:
+        if not isinstance(func, private.OpOverload) or func.namespace not in private.TORCH_NAMESPACES:
             self._refuse(f"{func} is no operator of torch's own")
         if private.has_hooks_on_saved_tensors():
             self._refuse("somebody else keeps what autograd would keep")

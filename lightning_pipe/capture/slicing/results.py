@@ -26,6 +26,7 @@ from lightning_pipe.capture.stages.assign import classify
 from lightning_pipe.capture.stages.emit import Emitter
 from lightning_pipe.capture.stages.operations import flops_of, tensors_of, touched_bytes
 from lightning_pipe.capture.steps.stage_program import Half
+from lightning_pipe.capture.torch_private import TORCH_NAMESPACES, OpOverload
 from lightning_pipe.core.graph import HeadWork
 
 _MOST_NUMBERS = 4096  # of a source, for every sample if it has samples: more is no result but data
@@ -104,13 +105,21 @@ class AfterAll:
     def _is_made_after(self, node: fx.Node, state: str) -> bool:
         behind = self._behind(node)
         origins = [source for source in behind if self._is_source(source)]
-        is_drawn = any(is_random(source) for source in behind if source not in origins)
+        made = [source for source in behind if source not in origins]
+        if self._slicing.joint.loss is None and any(map(self._is_heavy, made)):
+            raise WaitsForAllError(node)  # every rank would do the work of the model
+        is_drawn = any(map(is_random, made))
         if is_drawn or any(not self._is_small(source) for source in origins if source is not node):
             return False
         sources = {source: self._given(source) for source in origins}
         self._wanted.append((node, state, sources))
         self.sources += [given for given in sources.values() if given not in self.sources]
         return True
+
+    def _is_heavy(self, node: fx.Node) -> bool:
+        """Return whether an operation is a product with weights, or not torch's, so that nobody knows its work."""
+        is_foreign = isinstance(node.target, OpOverload) and node.target.namespace not in TORCH_NAMESPACES
+        return self._slicing.is_layer(node) or is_foreign
 
     def _behind(self, result: fx.Node) -> list[fx.Node]:
         """Return what a value is made of, back to what is there before all micro-batches are."""

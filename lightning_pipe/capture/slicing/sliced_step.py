@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_pipe.capture.graphs.declared_shapes import misshapen
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
 from lightning_pipe.capture.operators import takes_batch_statistics
-from lightning_pipe.capture.slicing.declared_shapes import misshapen
 from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
 from lightning_pipe.capture.slicing.results import AfterAll, LateValue, SlicedHead, line_of

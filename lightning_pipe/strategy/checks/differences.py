@@ -14,8 +14,8 @@ import torch
 
 from lightning_pipe.capture.eager_reference import EagerReference
 from lightning_pipe.capture.route import Route
-from lightning_pipe.capture.steps.reported_numbers import reported_numbers
 from lightning_pipe.strategy.checks.captured_run import CapturedRun
+from lightning_pipe.strategy.checks.reported_numbers import reported_numbers
 
 _PIECE = 2**18  # numbers that are compared at once
 _COARSE = 1e-3  # eps of types in which rounding decides too often which of several scores is the largest
