@@ -36,7 +36,13 @@ class SizedStep(pl.LightningModule):
         return self.b(self.a(x).tanh())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
+        return self.loss(*batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.log("loss", self.loss(*batch))
+        return self.embed(batch[0])
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.input_norm(x) if "input_norm" in self.terms else x
         z = self.embed(x)
         loss = F.cross_entropy(self.head(z), y)
