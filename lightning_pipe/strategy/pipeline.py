@@ -174,7 +174,7 @@ class Pipeline:
         step, sizes = self._step(call, samples)
         if call.method == TRAINING and self._config.witness and self._witness_is_due():
             step, sizes = self._witnessed(step, sizes, call, samples)
-        before = StateSnapshot(self._weights) if self._may_be_undone(step, call) else None
+        before = StateSnapshot(self._weights, step.split) if self._may_be_undone(step, call) else None
         if before is not None:
             turn = replace(turn, leave_sums=False)
         ran = self._run(step, sizes, call, turn)

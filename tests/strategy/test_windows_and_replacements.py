@@ -96,6 +96,37 @@ def test_a_batch_size_that_is_no_size_weighs_batches_alike(capture: str) -> None
     assert found == pytest.approx(logged, rel=ROUNDING)
 
 
+class Decides(Net):
+    """It writes to a frozen parameter and to a buffer, and decides by a loss that its first batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.one).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.high = 0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.one.weight, 0.3).mul_(1.5)
+            self.count += 1
+        batch = batch * (1 if batch_idx % 4 == 1 else 3)
+        loss = self.loss(batch) + 0.1 * (self.one(batch) * self.teacher(batch)).mean()
+        if batch.abs().max() > 4:
+            self.high = 1
+        return loss
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_batch_that_is_run_again_begins_with_the_state_before_it(window: int) -> None:
+    """Restored gradients were the snapshot's, which the next run changed; written parameters were not restored."""
+    trainer = {"accumulate_grad_batches": window}
+    losses, _, weights = fit(Decides, None, trainer)
+    found = fit(Decides, {"microbatches": 2}, trainer)
+    assert found[0] == pytest.approx(losses, rel=ROUNDING)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[2][name], value, rtol=ROUNDING, atol=ROUNDING)
+
+
 class ReplacesLayer(Net):
     def on_train_start(self) -> None:
         self.two = nn.Linear(8, 3).double()

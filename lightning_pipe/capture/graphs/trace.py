@@ -9,7 +9,7 @@ which the step raises or returns no loss is wrong); the answer is a guard of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +25,8 @@ from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import same
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
-from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import (
-    Answerer,
     Observer,
     Question,
     SizeDependentError,
@@ -44,10 +43,9 @@ from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import STAND_INS, LogCall, LoggerCall, ObjectCall
 from lightning_pipe.capture.steps.step_function import StepFunction
-from lightning_pipe.capture.steps.step_state import state_put_back
 from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import CaptureError, StepError, none_caught
+from lightning_pipe.errors import CaptureError, StepError
 
 _MOST_IN_A_ROW = 12  # guessed answers at one line, which layers may ask; a loop that waits for one never ends
 _MAX_TRIES = 64
@@ -366,30 +364,3 @@ def _leaves(call: LogCall | ObjectCall) -> Iterator[Any]:
 
 def _changes(one: Any, two: Any) -> bool:
     return isinstance(one, _NUMBERS) and isinstance(two, _NUMBERS) and one != two and not same(one, two)
-
-
-def real_answers(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
-    """Run the step on real tensors (no backward) and return the truth values it asked for; leave no trace.
-
-    The module, its buffers and torch's random state are as before afterwards.
-    """
-    module = request.module
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    answerer = Answerer()
-    devices = [request.device] if request.device.type == "cuda" else []
-    with (
-        state_put_back(module),
-        tables_restored(module),
-        torch.random.fork_rng(devices=devices),
-        request.context(),
-        recording_calls(module, StepRecording()),
-        no_collectives(),
-        no_training_state(),
-        answerer,
-        none_caught(),
-    ):
-        getattr(module, request.method)(request.structure.fill(tensors), *request.arguments)
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-    return tuple(answerer.answers)

@@ -240,7 +240,7 @@ class Runner:
             watch=self._links.watch,
             before_waiting=turn.confirm,
             leave_sums=turn.leave_sums,
-            milestones={Publish: at_once(collect), **self._rolling_back()},
+            milestones={Publish: at_once(collect), **self._rolling_back(step)},
             most_messages=step.most_messages(program),
         )
         self._leaving = step if turn.leave_sums else None
@@ -265,12 +265,13 @@ class Runner:
             with watch.limited("the sums of gradients"):
                 leaving.executor.land(look_and_step, among=among, wait=watch.wait)
 
-    def _rolling_back(self) -> MilestoneHandlers:
+    def _rolling_back(self, step: RankStep) -> MilestoneHandlers:
         """Return what confirms the optimizer step before, and what takes it and the state of this one back."""
         later = self._later
         if later is None:
             return {}
-        before, with_gradients = StateSnapshot(self._weights) if later.pending else None, torch.is_grad_enabled()
+        before = StateSnapshot(self._weights, step.split) if later.pending else None
+        with_gradients = torch.is_grad_enabled()
 
         def roll_back(pieces: Pieces) -> None:
             assert before is not None, "only a step that is pending can be wrong"
