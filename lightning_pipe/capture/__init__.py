@@ -7,7 +7,7 @@ split = capture.split((17, 40))      # three stages
 
 from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.request import Request
-from lightning_pipe.capture.recording.real_answers import real_answers
+from lightning_pipe.capture.real_answers import real_answers
 from lightning_pipe.capture.route import Route
 from lightning_pipe.capture.sliced_capture import capture_step
 from lightning_pipe.capture.steps.batch import Structure, flatten

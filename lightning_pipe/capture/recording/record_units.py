@@ -17,6 +17,7 @@ from lightning_pipe.capture.device_streams import finish_stream
 from lightning_pipe.capture.graphs.joint_graph import without_gradient
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Path
+from lightning_pipe.capture.recording.backward_law import WEIGHTS, gradient_norms, nonlinear
 from lightning_pipe.capture.recording.no_randomness import NoRandomness
 from lightning_pipe.capture.recording.replay_state import is_inside
 from lightning_pipe.capture.recording.unit_calls import Seen, UnitCalls, generator_states
@@ -27,7 +28,7 @@ from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, PlaceWat
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources, WrittenPlace
 from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
-from lightning_pipe.capture.steps.hazards import noticing_seeding
+from lightning_pipe.capture.steps.hazards import noticing_seeding, restored_generators
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.numbers import Place, numbers_said, sizes_said
 from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
@@ -202,11 +203,7 @@ class UnitRecorder:
 
     def outcome(self) -> list[torch.Tensor]:
         """Run the step and its backward; return what it computes: what it says, the loss, and norms of gradients."""
-        recording = StepRecording()
-        with self._scene(recording):
-            output = self._call(self._leaves(0))
-            loss = loss_of(self.request.module, self.request.method, output)
-            recording.returned = recording.lift(output, loss)
+        recording, loss = self._forward()
         results = [result.detach() for result in recording.results]
         if loss is None:
             return results
@@ -214,6 +211,33 @@ class UnitRecorder:
         norms = [torch.zeros(()) if p.grad is None else p.grad.norm() for p in self.request.module.parameters()]
         self.request.module.zero_grad()
         return [loss.detach(), *results, *norms]
+
+    def _forward(self) -> tuple[StepRecording, torch.Tensor | None]:
+        """Run the step; return what it says, and its loss."""
+        recording = StepRecording()
+        with self._scene(recording):
+            output = self._call(self._leaves(0))
+            loss = loss_of(self.request.module, self.request.method, output)
+            recording.returned = recording.lift(output, loss)
+        return recording, loss
+
+    def nonlinear(self, kept: ModuleSnapshot) -> str:
+        """Name a parameter whose gradient is no linear function of the loss's gradient; "" if there is none.
+
+        Args:
+            kept: content of the module that runs begin with.
+        """
+        parameters, device = dict(self.request.module.named_parameters()), self.request.device
+        norms, eps = [], 0.0
+        for weight in WEIGHTS:
+            kept.restore()
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), restored_generators(), kept.keeper:
+                _, loss = self._forward()
+                if loss is None:
+                    return ""
+                norms.append(gradient_norms(loss, parameters, weight))
+                eps = torch.finfo(loss.dtype).eps
+        return nonlinear(*norms, eps=eps)
 
     def refuse_nothing(self) -> None:
         """Refuse a training step whose last run has returned None.

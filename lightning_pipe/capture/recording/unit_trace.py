@@ -108,9 +108,14 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             trace, unlike = (compared[0], "") if drawn() or is_accumulated else compared
         elif head:
             head, headless = "", "its sub-modules are given tensors of other shapes for other samples"
+        nonlinear = "" if not others or request.whole_batch == "by_microbatch" else runner.nonlinear(steady)
         steady.restore()
         in_python = drawn()
     whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
+    if nonlinear:
+        whole = (
+            whole or f"{nonlinear} gets a gradient that is no multiple of the loss's, from a custom Function or a hook"
+        )
     whole = (only or whole or unlike or without_head(request, trace, headless)) if fits else _KEEPS_SIZES
     return replace(
         trace,
