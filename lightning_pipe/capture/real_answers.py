@@ -33,7 +33,7 @@ def real_answers(request: Request, tensors: Sequence[torch.Tensor]) -> tuple[boo
         request.context(),
         recording_calls(module, StepRecording()),
         no_collectives(),
-        no_training_state(),
+        no_training_state(module),
         answerer,
         none_caught(),
     ):

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_pipe.capture import Request, capture_step, flatten, real_answers
+from lightning_pipe.capture.steps.other_ranks import no_training_state
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import CaptureError, StepError
 
@@ -221,6 +223,38 @@ def test_what_other_threads_do_meanwhile_is_none_of_the_step():
         over.set()
         thread.join()
     assert not errors and looks
+
+
+USES_OF_GRADIENTS = {
+    "read": lambda module: module.linear.weight.grad,
+    "clipped": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "clipped by value": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+    "measured by Lightning": lambda module: grad_norm(module, 2),
+    "zeroed": lambda module: module.zero_grad(),
+    "zeroed by an optimizer": lambda module: module.optimizer.zero_grad(),
+    "written": lambda module: setattr(module.linear.weight, "grad", None),
+}
+
+
+@pytest.mark.parametrize("use", USES_OF_GRADIENTS)
+def test_gradients_that_a_step_uses_by_itself_or_by_a_helper_are_refused_with_its_line(use):
+    """A helper of torch clipped nothing in a pipeline, and an accumulation window on one device."""
+
+    def body(self, batch, batch_idx):
+        USES_OF_GRADIENTS[use](self)
+        return self.error(batch)
+
+    module = step(body)()
+    module.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match=r"gradient of a parameter, which .* at .*test_hazards.py:\d+ in <lambda>"):
+        capture(module)
+
+
+def test_a_step_may_move_its_modules():
+    """Moving looks whether gradients have to come along."""
+    module = Plain()
+    with no_training_state(module):
+        module.to(torch.float32)
 
 
 class Counters:

@@ -231,7 +231,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
     own_device = step.model._device
     with (
         no_collectives(),
-        no_training_state(),
+        no_training_state(step.model),
         backward_followed(step.model, step.reading, step.observing, step.reads_nodes),
         mode,
         private.reparametrize(step, state),

@@ -19,8 +19,8 @@ from torch import nn
 
 Code: TypeAlias = tuple[types.CodeType, dict[str, Any]]  # with the globals that it sees
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
-_LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
-_LIBRARIES = ("/torch/", *_LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
+LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
+_LIBRARIES = ("/torch/", *LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
 _OURS = __file__.removesuffix("capture/python/users_code.py")
 _STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
 
@@ -46,7 +46,7 @@ def is_library(filename: str) -> bool:
 @functools.cache
 def is_lightnings(filename: str) -> bool:
     """Return whether a file belongs to Lightning, by either of its names."""
-    return any(part in filename for part in _LIGHTNING)
+    return any(part in filename for part in LIGHTNING)
 
 
 @functools.cache

@@ -378,7 +378,7 @@ class UnitRecorder:
     def _scene(self, recording: StepRecording) -> Iterator[None]:
         with (
             no_collectives(),
-            no_training_state(),
+            no_training_state(self.request.module),
             layers_in_python(),
             recording_calls(self.request.module, recording),
             torch.set_grad_enabled(self.request.method == "training_step"),

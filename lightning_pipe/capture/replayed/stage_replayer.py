@@ -146,7 +146,7 @@ class StageReplayer:
                 checkpoints_replaced(run.checkpoints.entered, where=lambda: run.is_inside),
                 no_collectives(),
                 layers_in_python(),
-                no_training_state(),
+                no_training_state(self._step.module),
                 keyed(key, self._step.device),
                 recording_calls(self._step.module, recording, metrics),
                 torch.set_grad_enabled(self._step.has_backward),

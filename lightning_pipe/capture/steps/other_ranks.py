@@ -6,8 +6,10 @@ printed) belongs to every batch, as on one device, and is the same on the ranks 
 A step runs on one rank to be traced, and stage by stage afterwards, so no two ranks make the same collective calls. Nor
 is there anything to collect: what a step sees is the whole batch, cut into micro-batches.
 
-On one device a step may look at the gradients of the batch before, or at the momentum of its optimizer. A graph would
-keep what was there when it was traced, and a rank that replays the step has both for its own parameters only.
+On one device a step may use the gradients of the batches before, or the momentum of its optimizer: it clips what an
+accumulation window has gathered, say. A graph would keep what was there when it was traced, and a rank that replays the
+step has both for its own parameters only. Helpers of torch and Lightning (`clip_grad_norm_`, `zero_grad`) count as the
+code that calls them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.users_code import is_library
+from lightning_pipe.capture.python.users_code import LIGHTNING, is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import answered_alone, answered_collectives
 from lightning_pipe.errors import CaptureError
@@ -32,9 +34,11 @@ from lightning_pipe.lightning_names import ClusterEnvironment, rank_zero_only
 
 _IS_INSIDE = ContextVar("inside a step", default=False)
 _INSTEAD = (
-    "Read it in a hook such as on_before_optimizer_step (trainer.strategy.grad_norm() is the norm of all gradients, on "
-    "every rank), and keep there the number that the step needs."
+    "Clip by Trainer(gradient_clip_val=...), leave zeroing to Lightning, and read gradients in a hook such as "
+    "on_before_optimizer_step (trainer.strategy.grad_norm() is the norm of all, on every rank), which keeps the number "
+    "that the step needs."
 )
+_HELPERS = ("/torch/nn/utils/", "/torch/nn/modules/module.py", "/torch/optim/", "/torch/amp/", *LIGHTNING)
 
 
 @contextlib.contextmanager
@@ -95,31 +99,53 @@ def refuse_in_step(name: str) -> None:
 
 
 @contextlib.contextmanager
-def no_training_state() -> Iterator[None]:
-    """Refuse reads of gradients of parameters and of optimizer state by this thread; for every run of a step."""
+def no_training_state(module: nn.Module) -> Iterator[None]:
+    """Refuse uses of gradients of parameters and of optimizer state by this thread; for every run of a module's step.
+
+    While a step is traced, tensors of other types hang in the places of parameters.
+    """
     gradient: Any = torch.Tensor.grad
     thread = get_ident()
 
+    def check(tensor: torch.Tensor, what: str) -> None:
+        if get_ident() != thread or not _is_for_user(sys._getframe(2)):
+            return
+        if isinstance(tensor, nn.Parameter) or any(tensor is parameter for parameter in module.parameters()):
+            _refuse(f"{what} the gradient of a parameter, which the batch before has left,", skip=3)
+
     def read_gradient(tensor: torch.Tensor) -> Any:
-        is_users = get_ident() == thread and not is_library(sys._getframe(1).f_code.co_filename)
-        if is_users and isinstance(tensor, nn.Parameter):
-            _refuse("the gradient of a parameter, which the batch before has left,")
+        check(tensor, "reads")
         return gradient.__get__(tensor)
+
+    def write_gradient(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        check(tensor, "writes")
+        gradient.__set__(tensor, value)
+
+    def delete_gradient(tensor: torch.Tensor) -> None:
+        check(tensor, "deletes")
+        gradient.__delete__(tensor)
 
     def read_state(optimizer: Any) -> Any:
         if get_ident() == thread:
-            _refuse("the state of an optimizer")
+            _refuse("reads the state of an optimizer", skip=2)
         return vars(optimizer)["state"]
 
-    gradients = property(read_gradient, gradient.__set__, gradient.__delete__)
     with (
-        mock.patch.object(torch.Tensor, "grad", gradients),
+        mock.patch.object(torch.Tensor, "grad", property(read_gradient, write_gradient, delete_gradient)),
         mock.patch.object(torch.optim.Optimizer, "state", property(read_state), create=True),
     ):
         yield
 
 
-def _refuse(what: str) -> None:
+def _is_for_user(asking: types.FrameType) -> bool:
+    """Return whether code uses a gradient by itself or for its caller, and not because an operation runs."""
+    file = asking.f_code.co_filename
+    if not is_library(file):
+        return True
+    return any(part in file for part in _HELPERS) and asking.f_code.co_name != "_apply"  # which moves a module
+
+
+def _refuse(what: str, *, skip: int) -> None:
     raise CaptureError(
-        f"The step reads {what}{at(user_line(3))}. Ranks have that for their own parameters only. {_INSTEAD}"
+        f"The step {what}{at(user_line(skip + 1))}. Ranks have that for their own parameters only. {_INSTEAD}"
     )
