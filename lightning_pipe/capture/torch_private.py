@@ -47,6 +47,7 @@
 * `distributed_c10d._rank_not_in_group`, `_functional_collectives._resolve_group` (in torch 2.11
   `_resolve_group_name`): what every collective asks first.
 * `distributed_c10d._get_default_group`: what `get_rank` and `get_world_size` ask.
+* `distributed_c10d._WorldMeta.WORLD`: what `is_initialized` asks.
 * `GradScaler._per_optimizer_states`: whether gradients of an optimizer were finite; `_scale`, `_growth_tracker`,
   `_init_scale`, `_init_growth_tracker`, `_lazy_init_scale_growth_tracker`: on which device the scale is kept;
   `Optimizer._step_supports_amp_scaling`: whether an optimizer looks itself.
@@ -135,6 +136,7 @@ __all__ = [
     "answered_alone",
     "answered_calls",
     "answered_collectives",
+    "answered_uninitialized",
     "aot_export_joint_with_descriptors",
     "argument_names",
     "argument_place",
@@ -787,6 +789,20 @@ def answered_alone(is_told: Callable[[types.FrameType], bool]) -> Iterator[None]
         return _Alone() if is_question and asking.f_back is not None and is_told(asking.f_back) else None
 
     with _default_group_asked(answer):
+        yield
+
+
+@contextlib.contextmanager
+def answered_uninitialized(is_told: Callable[[types.FrameType], bool]) -> Iterator[None]:
+    """Let `is_initialized()` answer as in a single process, if a function says so of its caller."""
+    world: Any = vars(distributed_c10d._WorldMeta)["WORLD"]
+
+    def default_group(members: type) -> Any:
+        question = sys._getframe(1)
+        asking = question.f_back if question.f_code is distributed_c10d.is_initialized.__code__ else None
+        return None if asking is not None and is_told(asking) else world.__get__(members)
+
+    with mock.patch.object(distributed_c10d._WorldMeta, "WORLD", property(default_group, world.__set__)):
         yield
 
 

@@ -97,6 +97,35 @@ def test_a_sampler_for_several_ranks_draws_all_samples(kind: str, layout: str) -
     assert "test_data_parallel_recipes.py:" in line and "in train_dataloader reads world_size = 2" in line
 
 
+class Synchronised(Recipe):
+    """A layer that would talk to other ranks, and a choice by whether there are some."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.net.insert(1, nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(8).double()))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(rows(), 4, drop_last=True)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (2 if torch.distributed.is_initialized() else 1)
+
+
+def fit_synchronised(options: dict[str, Any] | None) -> list[float]:
+    losses = Losses()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=2, callbacks=[losses])
+    trainer.fit(Synchronised(""))
+    return losses.losses
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_a_step_finds_no_process_group(capture: str) -> None:
+    """SyncBatchNorm asked for tensors on a GPU."""
+    expected = fit_synchronised(None)
+    for losses in World(2).run(fit_synchronised, {"layout": "1-1", "microbatches": 1, "capture": capture}):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 class Blocks(Sampler):
     """Divide the data in a way of its own."""
 

@@ -1,7 +1,8 @@
 """What other ranks have, in a step: collectives, gradients and optimizer state, refused with the user's line.
 
-Who asks for its rank there is told 0 on all of them: what a step does on rank 0 alone (a `self.log`, a line that is
-printed) belongs to every batch, as on one device, and is the same on the ranks that make one graph of it.
+Who asks for its rank there is told 0 on all of them, and that there is no process group: what a step does on rank 0
+alone (a `self.log`, a line that is printed) belongs to every batch, as on one device, and is the same on the ranks that
+make one graph of it. A layer that would talk to other ranks (SyncBatchNorm) is what it is on one device.
 
 A step runs on one rank to be traced, and stage by stage afterwards, so no two ranks make the same collective calls. Nor
 is there anything to collect: what a step sees is the whole batch, cut into micro-batches.
@@ -28,7 +29,7 @@ from torch import nn
 
 from lightning_pipe.capture.python.users_code import LIGHTNING, is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
-from lightning_pipe.capture.torch_private import answered_alone, answered_collectives
+from lightning_pipe.capture.torch_private import answered_alone, answered_collectives, answered_uninitialized
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import ClusterEnvironment, rank_zero_only
 
@@ -38,6 +39,7 @@ _INSTEAD = (
     "on_before_optimizer_step (trainer.strategy.grad_norm() is the norm of all, on every rank), which keeps the number "
     "that the step needs."
 )
+_LAYERS = ("/torch/nn/modules/", "/torchmetrics/")
 _HELPERS = ("/torch/nn/utils/", "/torch/nn/modules/module.py", "/torch/optim/", "/torch/amp/", *LIGHTNING)
 
 
@@ -49,6 +51,7 @@ def no_collectives() -> Iterator[None]:
         with (
             answered_collectives(refuse_in_step),
             answered_alone(_is_users_rank),
+            answered_uninitialized(_asks_for_step),
             mock.patch.object(rank_zero_only, "rank", 0, create=True),
         ):
             yield
@@ -78,6 +81,11 @@ def is_in_step() -> bool:
 def _is_users_rank(asking: types.FrameType) -> bool:
     """Return whether code of a step asks, and not what tells this package its rank."""
     return not (is_library(asking.f_code.co_filename) or isinstance(asking.f_locals.get("self"), ClusterEnvironment))
+
+
+def _asks_for_step(asking: types.FrameType) -> bool:
+    """Return whether code of a step asks, or a layer in it that would talk to other ranks (SyncBatchNorm)."""
+    return is_in_step() and (_is_users_rank(asking) or any(part in asking.f_code.co_filename for part in _LAYERS))
 
 
 def refuse_in_step(name: str) -> None:
