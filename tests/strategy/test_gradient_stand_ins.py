@@ -85,6 +85,13 @@ def test_a_norm_that_is_known_follows_factors() -> None:
         float(parameter.grad.norm())  # torch clips it by a factor without a value
 
 
+def test_who_reads_later_what_was_computed_from_it_is_told_the_line_that_did() -> None:
+    """Lightning reads what was logged, and no line of the user's was named."""
+    computed = torch.cat([made().grad.flatten(), torch.zeros(2)]).std()
+    with pytest.raises(AbsentError, match=r"\(computed at .*test_gradient_stand_ins.py:\d+ in test_who_reads_later"):
+        float(computed)
+
+
 def test_optimizers_pass_over_it() -> None:
     parameter = made()
     optimizer = torch.optim.AdamW([parameter])

@@ -20,7 +20,7 @@ from torch import nn
 Code: TypeAlias = tuple[types.CodeType, dict[str, Any]]  # with the globals that it sees
 _MOST_FUNCTIONS = 2000  # whose globals are looked for
 LIGHTNING = ("/lightning/pytorch/", "/lightning/fabric/", "/pytorch_lightning/", "/lightning_fabric/")
-_LIBRARIES = ("/torch/", *LIGHTNING, "/lightning_pipe/", "/torchmetrics/", "/numpy/")
+_LIBRARIES = ("/torch/", *LIGHTNING, "/lightning_utilities/", "/lightning_pipe/", "/torchmetrics/", "/numpy/")
 _OURS = __file__.removesuffix("capture/python/users_code.py")
 _STANDARD = (types.__file__ or "").rpartition("/")[0] + "/"
 

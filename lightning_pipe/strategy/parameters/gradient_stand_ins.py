@@ -12,11 +12,13 @@ be written into something real, or read into Python.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_pipe.capture.steps.hazards import user_line
 from lightning_pipe.strategy.parameters.stand_ins import Absence, Guarded, StandIn, unguarded
 
 _NORMS = frozenset({"norm", "linalg_vector_norm", "vector_norm"})
@@ -68,7 +70,8 @@ class GradientStandIn(Guarded, torch.Tensor):
             return args[0]
         if not _has_real(result):
             guarded.absence.refuse(name, guarded._way_out)
-        return apply_to_collection(result, torch.Tensor, lambda form: gradient_like(guarded.absence, form))
+        source = replace(guarded.absence, line=user_line(2))
+        return apply_to_collection(result, torch.Tensor, lambda form: gradient_like(source, form))
 
 
 def gradient_like(of: Absence, form: torch.Tensor, norm: torch.Tensor | None = None) -> GradientStandIn:
@@ -83,7 +86,7 @@ def gradient_like(of: Absence, form: torch.Tensor, norm: torch.Tensor | None = N
         form = form.detach().to("meta")
         found = form.as_subclass(GradientStandIn)
     name = of.name if of.name.startswith("the gradient") else f"the gradient of {of.name}"
-    found.absence = Absence(name, of.ranks, of.rank, of.device, form)
+    found.absence = Absence(name, of.ranks, of.rank, of.device, form, line=of.line)
     found.known_norm = norm
     return found
 

@@ -97,6 +97,7 @@ class Absence:
         device: where they would be if they were here.
         form: a meta tensor with their shape, strides and type.
         kind: the class of a parameter's object while it has values.
+        line: of the user's, where they were computed from such values; "" if they were not.
         is_left: whether the fit that has spread the values has failed, so that they stay where they are.
     """
 
@@ -106,6 +107,7 @@ class Absence:
     device: torch.device
     form: torch.Tensor
     kind: type = torch.Tensor
+    line: str = ""
     is_left: bool = False
 
     def refuse(self, what: str, way_out: str) -> NoReturn:
@@ -113,9 +115,12 @@ class Absence:
         have = "rank " + ", ".join(map(str, self.ranks)) if self.ranks else "other ranks"
         advice = _LEFT if self.is_left else _IN_STEP if is_in_step() else way_out
         raise AbsentError(
-            f"{what}{at(user_line(3))} reads or writes the values of {self.name}, which only {have} "
+            f"{what}{at(user_line(3))} reads or writes the values of {self.name}{self._computed()}, which only {have} "
             f"{'have' if len(self.ranks) != 1 else 'has'}; this is rank {self.rank}. {advice}."
         )
+
+    def _computed(self) -> str:
+        return f" (computed{at(self.line)})" if self.line else ""
 
 
 class Guarded:
