@@ -194,6 +194,8 @@ def _warn(need: str, request: Request) -> None:
     exact = "microbatches=1 is exact"
     if request.whole_batch == "auto":
         exact = f"whole_batch='exact' runs all that follows on the last stage, and {exact}"
+    time = "" if request.batch_dim else " If dimension 0 of the batch is time, batch_dim=1 cuts it along its samples."
     rank_zero_warn(
         f"{request.method}: {need}. Every micro-batch takes its own there, as gradient accumulation does; {exact}."
+        + time
     )

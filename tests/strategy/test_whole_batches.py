@@ -297,7 +297,9 @@ def test_by_microbatch_trains_as_accumulation_does(capture):
 def test_what_meets_in_the_middle_is_told_and_exact_where_that_is_wanted():
     name, options = "centred_in_the_middle", {"microbatches": 3, "layout": "1", "capture": "joint"}
     batch = (torch.zeros(SAMPLES, 6, dtype=torch.float64), torch.zeros(SAMPLES, dtype=torch.long))
-    with pytest.warns(UserWarning, match=r"test_whole_batches.py:\d+ .* in the middle of the model"):
+    with pytest.warns(
+        UserWarning, match=r"test_whole_batches.py:\d+ .* in the middle of the model.* time, batch_dim=1 cuts it"
+    ):
         capture_step(Request(Net(name), "training_step", flatten(batch)[1], samples=5))
     found = fitted([name], options, 1)[name][-1]
     torch.testing.assert_close(found, accumulated(name, 3), rtol=1e-9, atol=1e-9)
