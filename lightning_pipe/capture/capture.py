@@ -39,7 +39,6 @@ from lightning_pipe.capture.steps.hazards import hazard
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.record import StepRecord
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, NOT_HELD, RandomKey, Split
-from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.capture.tracked.number_expressions import Situation
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.policy import ActivationPolicy
@@ -238,11 +237,6 @@ class Capture:
     def number_names(self) -> list[str]:
         """Return where each of these numbers comes from, as the user would write it."""
         return self.joint.guards.numbers.input_names()
-
-    @property
-    def unwritten_buffers(self) -> frozenset[str]:
-        """Return the names of the module's buffers that the graph reads and does not change."""
-        return frozenset(self.joint.buffers.values()) - {NUMBERS, *self.joint.mutations}
 
 
 def _trained_and_written(module: nn.Module, joint: JointGraph) -> list[str]:

@@ -197,11 +197,6 @@ class Route(Protocol):
         """Return where each of these numbers comes from, as the user would write it."""
         ...
 
-    @property
-    def unwritten_buffers(self) -> frozenset[str]:
-        """Return the names of the module's buffers that stages read and do not change."""
-        ...
-
     def changed(self, situation: Situation) -> str:
         """Return "" if what the step's Python read is as it was, else what has changed."""
         ...

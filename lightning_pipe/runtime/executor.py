@@ -390,8 +390,6 @@ class Executor:
     def give_up_flight(self, *, wait: Callable[[Wait], None]) -> None:
         """Forget forwards of batches that have not had their turn: the next round begins with none.
 
-        What they changed of buffers is taken back, so that they may run again.
-
         Args:
             wait: waits for a handle, with a deadline.
         """

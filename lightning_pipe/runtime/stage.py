@@ -134,9 +134,8 @@ class Stage:
         self._pending: dict[int, tuple[Half, ...]] = {}
         self._for_forward: dict[int, AbstractSet[str]] = {}  # pinned for F alone
         self._ahead: Ahead | None = None
-        self._later: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)  # by number of the batch
+        self._later: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)  # state that is not in place, by batch
         self._averaged: dict[tuple[int, str], int] = {}  # samples that are in the mean so far
-        self._before: dict[int, dict[str, torch.Tensor]] = {}  # state before the forwards of later batches, by number
         self._away: dict[int, Away] = {}
         self._handed_out: set[int] = set()  # memory of results, which stays to the end of the batch
         self._sends: dict[tuple[Pass, int, int], int] = {}
@@ -153,6 +152,9 @@ class Stage:
         self._results_of_forward = tuple(name for name in program.results if name not in of_head)
         self._waiting_for_weights = frozenset(name for due in self._due["W"].values() for name in due)
         self._state_names = {*program.buffers.values(), *program.mutations}
+        self._written_at_end = program.once | program.averaged
+        inputs = {**program.parameters, **program.buffers}.items()
+        self._written_inputs = [(value, name) for value, name in inputs if name in program.mutations]
         self._reads: dict[tuple[int, ...], frozenset[str]] = {}  # by the halves that are pending
         self.made: Callable[[str], None] = lambda name: None
 
@@ -165,7 +167,7 @@ class Stage:
             ahead: of a round whose forwards run ahead.
         """
         if ahead is None or ahead.passed is None:
-            self._forget_flight()
+            self.give_up_flight()
         else:
             for held in (self._held, self._pending):
                 _number_anew(held, ahead.passed)
@@ -178,6 +180,7 @@ class Stage:
         self._sends = dict(sends)
         self._training = training
         self._copies = {name: self._state.tensor(name).detach().clone() for name in self._apart}
+        self._put_in_place(lambda name: name not in self._written_at_end)
         present = {**self._state.parameters, **self._copies} if self._copies else self._state.parameters
         self._parameters = {
             name: present[known] if known in present else self._tensor(known)
@@ -194,6 +197,10 @@ class Stage:
     def parameters_now(self) -> dict[str, torch.Tensor]:
         """Return the parameters, by the names of the values that computes read."""
         return dict(self._parameters)
+
+    def state_now(self) -> dict[str, torch.Tensor]:
+        """Return the state that the stage reads or writes, by canonical name."""
+        return {name: self._tensor(name) for name in sorted(self._state_names)}
 
     def parameters_read(self, *, forward: bool) -> dict[str, torch.Tensor]:
         """Return the parameters that F reads, or I and W, by the names of the values."""
@@ -224,15 +231,8 @@ class Stage:
         return {id(content) for held in self._held.values() for content in held.values()}
 
     def give_up_flight(self) -> None:
-        """Forget forwards in flight, and take back what they have changed of the stage's state."""
-        if self._before:
-            with torch.no_grad():
-                for name, content in self._before[min(self._before)].items():
-                    self._tensor(name).copy_(content)
-        self._forget_flight()
-
-    def _forget_flight(self) -> None:
-        for held in (self._held, self._pending, self._for_forward, self._later, self._averaged, self._before):
+        """Forget forwards in flight, with the state that they have written."""
+        for held in (self._held, self._pending, self._for_forward, self._later, self._averaged):
             held.clear()
 
     def load(self, microbatch: int, leaves: Mapping[int, Content]) -> None:
@@ -402,10 +402,6 @@ class Stage:
         self._pending[microbatch] = tuple(half for half in halves if half is not None)
         held = self._held[microbatch]
         number = self._number(microbatch, slice_)
-        if number != self._batch_number and number not in self._before:
-            written_late = {*program.once, *program.averaged}  # when their batch ends
-            names = [name for name in program.mutations if name not in written_late]
-            self._before[number] = {name: self._tensor(name).detach().clone() for name in names}
         inputs = self._inputs(program.forward, self._with_later(held, number))
         self._run(program.forward, inputs, held, slice_)
         self._update_buffers(microbatch, number, slice_.samples)
@@ -509,22 +505,28 @@ class Stage:
         return slice_.key.step if is_later else self._batch_number
 
     def _with_later(self, held: dict[str, Content], number: int) -> Mapping[str, Content]:
-        """Return what is held, and state that an earlier batch in flight will write when it ends."""
-        earlier = [batch for batch in self._later if batch < number]
-        if not earlier:
+        """Return what is held, and state that this batch and earlier ones have written, which is not in place yet."""
+        written = dict[str, torch.Tensor]()
+        for batch in sorted(batch for batch in self._later if batch <= number):
+            waits = self._written_at_end if batch == number else ()  # for the end of this batch
+            written |= {name: content for name, content in self._later[batch].items() if name not in waits}
+        if not written:
             return held
-        written = self._later[max(earlier)]
-        return {value: written[name] for value, name in self.program.buffers.items() if name in written} | held
+        return {**held, **{value: written[name] for value, name in self._written_inputs if name in written}}
 
     def _update_buffers(self, microbatch: int, number: int, samples: int) -> None:
-        """Copy back the state that F overwrites; halves that read what was there before get it as a value of F."""
+        """Copy back the state that F overwrites; halves that read what was there before get it as a value of F.
+
+        What forwards ahead write stays with the stage until the turn of their batch, so that all others see the state
+        of now.
+        """
         for name, value in self.program.mutations.items():
             content = self._held[microbatch][value]
             assert isinstance(content, torch.Tensor)
-            if name in self.program.once:
-                self._later[number][name] = content
-            elif name in self.program.averaged:
+            if name in self.program.averaged:
                 self._average(name, content, number, samples)
+            elif name in self.program.once or number != self._batch_number:
+                self._later[number][name] = content
             else:
                 self._tensor(name).copy_(content)
 
@@ -537,16 +539,19 @@ class Stage:
 
     def finish(self) -> None:
         """Write the state that changes once per batch."""
-        batch = self._batch_number
-        written = self._later.pop(batch, {})
-        with torch.no_grad():
-            for name, content in written.items():
-                self._tensor(name).copy_(content)
-        for name in written:
-            self._averaged.pop((batch, name), None)
-        for number in [number for number in self._before if number <= batch]:
-            del self._before[number]
+        self._put_in_place(lambda name: True)
         self._copies = {}
+
+    def _put_in_place(self, is_due: Callable[[str], bool]) -> None:
+        """Write state of the batch at hand that has waited for it."""
+        batch = self._batch_number
+        later = self._later.get(batch, {})
+        with torch.no_grad():
+            for name in [name for name in later if is_due(name)]:
+                self._tensor(name).copy_(later.pop(name))
+                self._averaged.pop((batch, name), None)
+        if not later:
+            self._later.pop(batch, None)
 
     def _drop(self, microbatch: int) -> None:
         """Keep only what pending halves read, gradients that wait for W, and what is still to be sent."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from lightning_pipe.strategy.gradients.loss_scale import LossScale
 from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
-from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, steps_before
+from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, copied, steps_before
 from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
@@ -319,9 +319,25 @@ class Session:
 
     def settle(self) -> None:
         """Have weights that stay, before anybody else reads them; on all ranks together."""
-        self._pipeline.runner.rounds.give_up()
         if self._later is not None:
             self._later.settle()
+
+    def empty(self, why: str = "") -> None:
+        """Have weights that stay and nothing in flight, as a fit has that goes on from here; on all ranks together.
+
+        Args:
+            why: the reason, if it is one that may come after every batch.
+        """
+        self._pipeline.runner.rounds.give_up(why)
+        self.settle()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let hooks have the weights inside: if they write some, forwards in flight run again."""
+        self.settle()
+        held = {name: parameter for name, parameter in self.weights.parameters.items() if self.weights.holds(name)}
+        with self._pipeline.runner.rounds.weights_watched(held):
+            yield
 
     def look_ahead(self, trainer: pl.Trainer) -> None:
         """Plan for the first training batch, if there is one.
@@ -418,7 +434,7 @@ class Session:
             self._received(batch, lambda loaded: private.transfer(self._module, loaded, self._device))
         assert self._shared is not None, "received just now"
         received, self._shared = self._shared, shared
-        return AheadBatch(*received, left[0])
+        return AheadBatch(*received, left[0], loads=self._feed.loads)
 
     def _following(self, number: int, weight: float, arguments: tuple[int, ...]) -> tuple[FollowingBatch, ...]:
         """Return the batches behind the one at hand whose forwards may run ahead; on all ranks together."""
@@ -432,17 +448,15 @@ class Session:
             return ()
         for k, batch in enumerate(batches, start=1):
             left += batch.left.told
-            tensors = tuple(flatten(batch.content)[0])
-            present = tensors if self._feed.loads else None
             call = StepRequest(
                 TRAINING,
                 batch.structure,
                 tuple(x + k for x in arguments),
-                tensors=present,
+                tensors=batch.tensors,
                 holder=self._feed.source,
                 steps_ahead=steps_before(self._module.trainer, k),
             )
-            leaves = (None,) * len(tensors) if present is None else present
+            leaves = (None,) * len(batch.structure.leaves) if batch.tensors is None else batch.tensors
             at_turn = contextlib.nullcontext if self._left is None else partial(self._left.shown, tuple(left))
             following.append(FollowingBatch(call, leaves, number + k, weight, at_turn))
         return tuple(following)
@@ -487,6 +501,8 @@ class Session:
         loaded = batch
         if self._feed.loads:
             batch = transfer(batch)
+            if self._config.weight_policy is not None and self._module.trainer.training:
+                batch = copied(batch)
         batch, structure = self._feed.share(batch, loaded=loaded)
         self._shared = (batch, structure)
         if self._left is not None:
@@ -512,8 +528,7 @@ class Session:
         call = StepRequest(method, structure, arguments, tensors=present, holder=self._feed.source)
         recording = self._recording_of(call) if method == TRAINING else None
         weight = weight * self._loss_scale.factor if method == TRAINING else weight
-        if self._at_hand is not None and self._feed.loads:
-            self._at_hand.check()
+        has_run = method == TRAINING and self._at_hand is not None and self._feed.loads
         why_not_ahead, following = "", tuple[FollowingBatch, ...]()
         if method == TRAINING and not (why_not_ahead := self._why_not_ahead()):
             following = self._following(number, weight, arguments)
@@ -527,6 +542,7 @@ class Session:
             continues=self._at_hand is not None,
             why_not_ahead=why_not_ahead,
             warms_up=method == TRAINING and self._warms_up,
+            has_changed=self._at_hand.has_changed(tensors) if has_run and self._at_hand is not None else None,
             record=recording is not None,
             measure_memory=recording is not None and recording.measures_memory,
             leave_sums=method == TRAINING and recording is None and self._may_step_in_parts(),
@@ -673,7 +689,7 @@ class Session:
         if self._watched is not None:
             self._watched.end(self._module.trainer.global_step, healthy=healthy)
         if healthy:
-            self.settle()
+            self.empty()
             ranks = whole_ranks(self._config, self.weights, self._links.control)
             self.weights.restore(ranks)
             self._averages.restore(ranks)

@@ -119,6 +119,11 @@ log = logging.getLogger(__name__)
 _LATE_UPDATES = "lightning_pipe_late_updates"
 """Key of a checkpoint: updates made while forwards ran ahead, by which rates of stages are annealed."""
 
+_CHECKPOINTS = (
+    "a checkpoint is taken after every batch, and a fit that resumes from it has nothing in flight (save every few "
+    "batches, as with every_n_train_steps)"
+)
+
 _NO_DELAYS = (
     "Delays are known when there is a plan: from `on_fit_start` on, or `on_train_batch_end` where the plan waits for "
     "the first batch. Earlier, as in `configure_optimizers`, pass `strategy.delay_of` on and call it in `step`."
@@ -699,7 +704,7 @@ class DappleStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._session is None:
             return self.lightning_module.state_dict()
-        self._session.settle()
+        self._session.empty(_CHECKPOINTS)
         with self._apart():
             if self.config.save_distributed_checkpoint:
                 return self._session.weights.state_dict()
@@ -734,8 +739,7 @@ class DappleStrategy(ParallelStrategy):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         assert self._session is not None, "asked before"
-        self._session.settle()
-        with self._reached_weights() as weights, weights.everywhere():
+        with self._session.shown(), self._reached_weights() as weights, weights.everywhere():
             yield
 
     @contextlib.contextmanager
@@ -766,7 +770,7 @@ class DappleStrategy(ParallelStrategy):
         with self._connected() as links:
             if self._session is None or links is None or optimizer not in self.optimizers:
                 return super().optimizer_state(optimizer)
-            self._session.settle()
+            self._session.empty(_CHECKPOINTS)
             groups, weights = self._groups[self.optimizers.index(optimizer)], self._session.weights
             placed = self._placed(weights)
             whole = partial(weights.whole, placed=placed) if groups.has_own_state_dict else contextlib.nullcontext

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_pipe.errors import BatchError, ConfigError, PipeError
+from lightning_pipe.errors import ConfigError, PipeError
 from models.number_chain import MOMENTUM, RATE, SIZE, Drains, Numbers, number, recursion
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
@@ -348,28 +348,3 @@ def test_options_that_rounds_do_not_have_are_refused(other: dict[str, Any]) -> N
     """Before anything starts."""
     with pytest.raises(ConfigError, match="versions='2bw' and"):
         dapple(versions="2bw", planner="dapple", **other)
-
-
-class Scales(pl.Callback):
-    """Change batches where they are loaded, when forwards may have run on them."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.is_global_zero:
-            batch[0].mul_(2.0)
-
-
-def fit_scaled() -> str:
-    """Fit with a callback that changes batches late; a worker function."""
-    try:
-        module = Small()
-        strategy = dapple(layout="1-1", microbatches=2, planner="uniform", versions="pipedream")
-        make_trainer(strategy, callbacks=[Scales()], max_epochs=1).fit(module, module.data())
-    except (PipeError, BatchError) as error:
-        return str(error)
-    return ""
-
-
-def test_a_batch_that_changes_after_forwards_have_read_it_is_an_error() -> None:
-    """The rank that loads says so, and all ranks end."""
-    first, *others = World(2).run(fit_scaled)
-    assert "changed tensors of a batch" in first and all(others)

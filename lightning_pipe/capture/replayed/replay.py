@@ -60,7 +60,7 @@ class Replay:
 
     Attributes:
         whole: why batches are not cut; "" if they are.
-        late_values, ..., unwritten_buffers: as for every `capture.route.Route`.
+        late_values, ..., number_names: as for every `capture.route.Route`.
     """
 
     late_values: ClassVar[tuple[LateValue, ...]] = ()
@@ -71,7 +71,6 @@ class Replay:
     is_exact: ClassVar[bool] = False
     is_sliceable: ClassVar[bool] = False
     number_names: ClassVar[list[str]] = []
-    unwritten_buffers: ClassVar[frozenset[str]] = frozenset()  # for whom runs ahead, which it cannot
 
     def __init__(self, request: Request, trace: UnitTrace, *, reason: str = "") -> None:
         self.reason = reason

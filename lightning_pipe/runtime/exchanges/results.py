@@ -166,7 +166,7 @@ class Results:
         pieces: Mapping[str, Sequence[ResultSlice]],
         names: Sequence[str],
         *,
-        votes: Mapping[str, float] | None = None,
+        votes: Mapping[str, float | torch.Tensor] | None = None,
     ) -> Walk[Collected]:
         """Post what this rank has, and return the coroutine that gives all pieces of the outputs and their combination.
 
@@ -176,7 +176,7 @@ class Results:
             program: the program that was run.
             pieces: what this rank's forwards gave.
             names: the wanted outputs, the same on all ranks.
-            votes: numbers to be summed over ranks, under the same names on all of them.
+            votes: numbers to be summed over ranks, under the same names on all of them; tensors are not waited for.
 
         Raises:
             PipelineError: from the coroutine, if an output cannot be put together from its pieces.
@@ -233,12 +233,17 @@ class Results:
                 if len(samples):
                     yield _Place(self._split.values[name], microbatch, samples, rank, sum(sizes))
 
-    def _sum(self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float]) -> _Letter:
+    def _sum(
+        self, places: Sequence[_Place], own: Mapping[_Slice, Content], votes: Mapping[str, float | torch.Tensor]
+    ) -> _Letter:
         """Post one sum of the slots of scalars and of votes."""
         slots = torch.zeros(len(places) + len(votes), dtype=torch.float64, device=self._sums_on)
-        for slot, name in enumerate(sorted(votes), start=len(places)):
-            slots[slot] = votes[name]
         mine = {i: own[place.slice] for i, place in enumerate(places) if place.rank == self._transport.rank}
+        for slot, name in enumerate(sorted(votes), start=len(places)):
+            if isinstance(vote := votes[name], torch.Tensor):
+                mine[slot] = vote
+            else:
+                slots[slot] = vote
         if _by_copy(self._device, self._sums_on):
             for slot in [slot for slot, content in mine.items() if not _is_on_device(content)]:
                 slots[slot] = to_tensor(

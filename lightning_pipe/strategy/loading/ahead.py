@@ -10,41 +10,42 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture import Structure, flatten
-from lightning_pipe.errors import BatchError
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed, StatefulFedLoader
 from lightning_pipe.strategy.loading.left_by_hooks import LeftForTurn
+from lightning_pipe.strategy.versions.noted_contents import any_of, unlike
 
 
 class AheadBatch(Awaited):
     """Stand, until its turn, for a batch that is on the device already.
 
-    Attributes:
+    Args:
         content: the batch.
         structure: its structure, as all ranks know it.
         left: what hooks of its transfer have left for its step.
+        loads: whether this rank has its tensors.
+
+    Attributes:
+        content, structure, left: as given.
+        tensors: copies that forwards ahead read, so that hooks may write to the batch; None on ranks that do not load.
     """
 
-    def __init__(self, content: Any, structure: Structure, left: LeftForTurn) -> None:
+    def __init__(self, content: Any, structure: Structure, left: LeftForTurn, *, loads: bool) -> None:
         self.content, self.structure, self.left = content, structure, left
-        self._written = _versions(content)
+        self.tensors = tuple(tensor.detach().clone() for tensor in flatten(content)[0]) if loads else None
 
-    def check(self) -> None:
-        """Refuse a batch whose tensors have changed since forwards may have run on them.
-
-        Raises:
-            BatchError: if they have.
-        """
-        if _versions(self.content) != self._written:
-            raise BatchError(
-                "A hook has changed tensors of a batch after its transfer to the device, when forwards of it had run "
-                "already, as `versions` lets them. Change batches in on_after_batch_transfer, or set versions='sync'."
-            )
+    def has_changed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return whether the batch has other tensors by its turn than forwards ahead have read."""
+        assert self.tensors is not None, "asked where the batch was loaded"
+        return torch.as_tensor(any_of(map(unlike, self.tensors, tensors)))
 
 
-def _versions(batch: Any) -> list[tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in flatten(batch)[0] if isinstance(tensor, torch.Tensor)]
+def copied(batch: Any) -> Any:
+    """Return a batch with memory of its own: a loader may fill the same memory with the next one."""
+    tensors, structure = flatten(batch)
+    copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors}
+    return structure.fill([copies[id(tensor)] for tensor in tensors])
 
 
 @dataclass

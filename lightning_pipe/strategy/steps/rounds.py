@@ -5,11 +5,15 @@ begins, alike on all ranks: batches that are known to follow, whose steps are th
 
 What a step reads besides tensors of its batch is foreseen: counters as they will be, everything else as it is. When
 the turn of a batch comes it is compared; forwards that have read something else are given up and run again.
+
+Numbers of Python are alike on all ranks, and compared before the round. Buffers and the batch are compared by content,
+on the ranks that have them: these tell the others with the results of the round, which is then taken back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +27,10 @@ from lightning_pipe.schedule.weights import WeightPolicy
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_calls import FollowingBatch, RunOptions, StepRequest
 from lightning_pipe.strategy.steps.step_runtime import RankStep
+from lightning_pipe.strategy.versions.noted_contents import NotedContents, any_of
 from lightning_pipe.strategy.versions.predicted_weights import PredictedWeights
 
-_MOST_DIFFERENCES = 3  # batches in a row whose forwards ran again; then nothing runs ahead any more
+_MOST_GIVEN_UP = 3  # batches in a row whose forwards ran again; then nothing runs ahead any more
 
 
 @dataclass(frozen=True)
@@ -64,9 +69,11 @@ class Rounds:
         self._versions, self._links = versions, links
         self._flying: RankStep | None = None  # whose forwards are in flight
         self._expected: tuple[FollowingBatch, ...] = ()  # batches that they belong to
-        self._buffers: dict[str, tuple[torch.Tensor, int]] = {}  # that they have read, with the writes to each
-        self._differences = 0  # in a row
-        self._changing = ""  # what was never as foreseen
+        self._state = NotedContents({})  # buffers that they have read, as the last round has left them
+        self._written = NotedContents({})  # buffers that stages write, as the round at hand has found them
+        self._outdated: dict[str, torch.Tensor] = {}  # whether others have written to what was read, by reason
+        self._given_up = 0  # in a row
+        self._changing = ""  # why forwards were given up three times
         self._flushed: set[str] = set()
         self.is_flushed = False
         self.correction: Correction | None = None
@@ -110,6 +117,8 @@ class Rounds:
             step.executor.versions.prediction = self.correction
         if self._flying is not None:
             self._look_back(step, call, sizes, turn, numbers)
+        if self._flying is None:
+            self._outdated.clear()
         why_not = turn.why_not_ahead or step.why_not_ahead or self._changing
         self.is_flushed = turn.warms_up or self._is_flushed(why_not)
         following = [] if self.is_flushed else self._alike(step, turn.following)
@@ -123,9 +132,45 @@ class Rounds:
         self._expected = tuple(following)
         return Round(seam, (*sizes, *later), tuple(following))
 
-    def end(self) -> None:
-        """Note what forwards in flight have read, once the round has run."""
-        self._buffers = {} if self._flying is None else self._flying.buffer_versions()
+    @property
+    def is_outdated(self) -> torch.Tensor | float:
+        """Return whether forwards of the round's batch have read what this rank knows to be otherwise by its turn."""
+        return any_of(self._outdated.values())
+
+    def end(self, step: RankStep, *, has_entered: bool, is_outdated: bool) -> None:
+        """Note what forwards in flight have read, once the round has run; or take its state back, on all ranks.
+
+        Args:
+            step: that has run.
+            has_entered: whether forwards of its batch had run in earlier rounds.
+            is_outdated: whether these have read something else than there was by its turn, on any rank.
+        """
+        if is_outdated:
+            self._written.put_back(step.state_now())
+            self.give_up(self._agreed_reason())
+        elif has_entered:
+            self._given_up = 0
+        self._outdated.clear()
+        self._state = NotedContents({} if self._flying is None else self._flying.state_now())
+
+    def _agreed_reason(self) -> str:
+        """Return why forwards are given up, which only some ranks have seen."""
+        control = self._links.control
+        mine = next((reason for reason, flag in self._outdated.items() if flag), "")
+        reasons = [control.broadcast(mine, source=rank, what="what has changed") for rank in range(control.ranks)]
+        return next(filter(None, reasons))
+
+    @contextlib.contextmanager
+    def weights_watched(self, weights: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Let hooks read weights inside; forwards in flight are of no use if they write some."""
+        if self._flying is None:
+            yield
+            return
+        noted = NotedContents(weights)
+        yield
+        flags = {f"a hook writes the weights of {name}": flag for name, flag in noted.unlike(weights).items()}
+        for reason, flag in flags.items():
+            self._outdated[reason] = flag | self._outdated.get(reason, False)
 
     def _look_back(
         self, step: RankStep, call: StepRequest, sizes: tuple[int, ...], turn: RunOptions, numbers: tuple[float, ...]
@@ -137,26 +182,21 @@ class Rounds:
             return
         assert self._flying is not None, "looked back at what is in flight"
         if step is not self._flying:
-            why = self._flying.misfit(call)
+            self.give_up(self._flying.misfit(call))
         elif changed := self._changed(step, expected.numbers, numbers):
-            why = f"{changed} changes from batch to batch"
+            self.give_up(f"{changed} changes from batch to batch")
         else:
-            self._differences = 0
-            return
-        self._differences += 1
-        if self._differences == _MOST_DIFFERENCES:
-            self._changing = why
-        self.give_up()
+            flags = self._state.unlike(step.state_now())
+            self._outdated |= {f"self.{name} changes from batch to batch": flag for name, flag in flags.items()}
+            if turn.has_changed is not None:
+                self._outdated["a hook changes the batch after its transfer to the device"] = turn.has_changed
+            self._written = NotedContents(step.state_now(written=True))
 
     def _changed(self, step: RankStep, foreseen: Sequence[float], numbers: Sequence[float]) -> str:
-        """Return the name of what forwards in flight have read and has another value now; "" if nothing has."""
+        """Return the name of a number that forwards in flight have read and is another one now; "" without one."""
         for name, one, two in zip(step.capture.number_names, foreseen, numbers, strict=True):
             if one != two and (one == one or two == two):  # not-a-number is as foreseen
                 return name
-        for name, (buffer, writes) in step.buffer_versions().items():
-            known, writes_then = self._buffers.get(name, (None, 0))
-            if known is not buffer or writes != writes_then:
-                return f"self.{name}"
         return ""
 
     def _alike(self, step: RankStep, following: Sequence[FollowingBatch]) -> list[FollowingBatch]:
@@ -174,12 +214,19 @@ class Rounds:
             )
         return bool(why)
 
-    def give_up(self) -> None:
-        """Forget forwards in flight, so that the next batch begins with the weights of then; on all ranks together."""
+    def give_up(self, why: str = "") -> None:
+        """Forget forwards in flight, so that the next batch begins with the weights of then; on all ranks together.
+
+        Args:
+            why: what makes them useless, which counts if there are any; "" where a batch was the last for a while.
+        """
         if self._flying is not None:
             with self._links.watch.limited("forwards in flight"):
                 self._flying.executor.give_up_flight(wait=self._links.watch.wait)
-        self._flying, self._expected, self._buffers = None, (), {}
+            self._given_up += bool(why)
+            if self._given_up == _MOST_GIVEN_UP:
+                self._changing = why
+        self._flying, self._expected = None, ()
 
 
 def chained(jobs: Sequence[BatchInput]) -> BatchInput | None:

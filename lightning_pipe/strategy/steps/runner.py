@@ -97,6 +97,8 @@ class Runner:
             seam=round_.seam,
             policy=self.rounds.policy,
         )
+        has_entered = round_.seam is not None and any(round_.seam.enters)
+        gradients = self._gradients() if has_entered else {}
         if self._later is not None and not step.early:
             self._later.settle()
         step.refresh(self._trained)
@@ -123,9 +125,16 @@ class Runner:
             step.capture.plays.cut(sizes)
         with peak or contextlib.nullcontext(), self._weights.buffers_known(step.split, program.layout):
             outcome, results = self._follow(step, program, job, turn)
-        self.rounds.end()
         turn.confirm()
         collected = drive(results, wait=self._links.watch.wait)
+        if training:
+            is_outdated = collected.votes["outdated"] > 0
+            self.rounds.end(step, has_entered=has_entered, is_outdated=is_outdated)
+            if is_outdated:  # so that the batch begins again, with nothing in flight
+                self.land(lambda: None, among=())
+                for parameter, gradient in gradients.items():
+                    parameter.grad = gradient
+                return self.run(step, call, turn, sizes=sizes, cut=cut)
         record, values, differing = step.capture.record, collected.values, ""
         if (plays := step.capture.plays) is not None:
             speakers = dict.fromkeys(rank for s in plays.speakers for rank in program.layout.stages[s])
@@ -166,6 +175,11 @@ class Runner:
             differing,
             collected.votes["late"] > 0,
         )
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor | None]:
+        """Return the gradients of this rank as they are, by parameter."""
+        held = (parameter for name, parameter in self._weights.parameters.items() if self._weights.holds(name))
+        return {parameter: None if parameter.grad is None else parameter.grad.clone() for parameter in held}
 
     def _following(self, step: RankStep, batches: Sequence[FollowingBatch]) -> BatchInput | None:
         """Return the jobs of batches whose forwards begin in this round, one behind the other."""
@@ -224,11 +238,12 @@ class Runner:
     ) -> tuple[ProgramResult, Walk[Collected]]:
         """Run a program; return what this rank has then, and the coroutine that gives what all have."""
         results = list[Walk[Collected]]()
+        outdated = self.rounds.is_outdated if program.training else 0.0
 
         def collect(pieces: Pieces) -> None:
             plays = step.capture.plays
             late = plays is not None and bool(plays.late_changes())
-            votes = {"stop": float(turn.stop()), "late": float(late)}
+            votes = {"stop": float(turn.stop()), "late": float(late), "outdated": outdated}
             results.append(step.results.collect(program, pieces, step.names, votes=votes))
 
         run = partial(

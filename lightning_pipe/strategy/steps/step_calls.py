@@ -103,6 +103,7 @@ class RunOptions:
         continues: whether the batch was the first of those that followed the last.
         why_not_ahead: why no batches may be looked at before their turn; "" if they may.
         warms_up: whether the pipeline is flushed as the user has asked.
+        has_changed: whether hooks have changed the batch since forwards may have read it; None where that is not known.
         stop: says whether this rank is asked to stop; all hear of it with the results.
         confirm: called before this rank waits for another one, and before results are used: raises if its batch is not
             that of the other ranks.
@@ -119,6 +120,7 @@ class RunOptions:
     continues: bool = False
     why_not_ahead: str = ""
     warms_up: bool = False
+    has_changed: torch.Tensor | None = None
     stop: Callable[[], bool] = bool
     confirm: Callable[[], None] = lambda: None
 

@@ -206,11 +206,12 @@ class RankStep:
         vector[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
         return {NUMBERS: vector.to(self._device)}
 
-    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return the buffers that no stage changes and stages read, each with the number of writes to it so far."""
-        names = self.capture.unwritten_buffers - self._weights.placement.moving.keys()  # which every rank has
-        buffers = {name: self._weights.buffers[name] for name in sorted(names)}
-        return {name: (one, 0 if one.is_inference() else one._version) for name, one in buffers.items()}
+    def state_now(self, *, written: bool = False) -> dict[str, torch.Tensor]:
+        """Return the buffers that stages of this rank read and write, or only those that they write."""
+        stages = self.executor.stages.values()
+        state = {name: tensor for stage in stages for name, tensor in stage.state_now().items() if name != NUMBERS}
+        names = {name for stage in stages for name in stage.program.mutations} if written else state.keys()
+        return {name: state[name] for name in state if name in names}
 
     def program(
         self,
