@@ -83,6 +83,7 @@ def test_two_rounds_are_drawn_with_the_version_that_every_pass_reads(told):
     assert first[3:6] == ["F3/0", "I0/0", "W0/0"] and "F8/1" in first and "I8/1" in first
     assert last[0] == "F0/0" and "F8/1" in last and last[-1] == "W15/1"
     assert told("versions=all").count("with clipping") == len(POLICIES)
+    assert told("versions=timeprest").startswith("timeprest (the same policy as stale)")
 
 
 def test_all_are_drawn_if_asked_for(told):

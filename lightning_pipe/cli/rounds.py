@@ -18,7 +18,7 @@ from lightning_pipe.schedule.lower import lower
 from lightning_pipe.schedule.registry import order_of
 from lightning_pipe.schedule.rounds import all_rounds, delays_of
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
+from lightning_pipe.schedule.weights import POLICIES, WeightPolicy, same_as
 from lightning_pipe.simulator import UnitPrices, period, simulate
 from lightning_pipe.simulator.ahead import rounds_ahead
 
@@ -44,8 +44,9 @@ def drawn_rounds(name: str, layout: Layout, microbatches: int, prices: UnitPrice
     shortest = min(x for x in (prices.forward, prices.input_grad, prices.weight_grad) if x > 0)
     lives, delays = policy.lives(layout, microbatches), delays_of(policy, len(layout.stages), microbatches)
     predicted = f", {policy.predicted} of them predicted or corrected" if policy.predicted else ""
+    twin = f" (the same policy as {other})" if (other := same_as(name)) else ""
     return (
-        f"{name}: {period(program, prices):.4g} s a round, {period(program, prices, together=True):.4g} s with "
+        f"{name}{twin}: {period(program, prices):.4g} s a round, {period(program, prices, together=True):.4g} s with "
         f"clipping by norm, {flush_s:.4g} s with a flush (1f1b)\n"
         f"updates behind, by device: {_numbers(delays)}; versions of the weights: {_numbers(lives)}{predicted}\n"
         + draw(Timeline(tuple(events)), unit=shortest, notes=versions_read(rounds, policy, first, last))

@@ -87,7 +87,8 @@ def _proposed(problem: Problem, planner: str) -> list[Judged]:
         return _in_rounds(problem, planner)
     judge = Judge(problem)
     if problem.constraints.order:
-        return [judge.judge(ScheduleCandidates(problem).given().plan(problem))]
+        drafts = [judge.judge(draft.plan(problem)) for draft in ScheduleCandidates(problem).given()]
+        return sorted(drafts, key=lambda one: one.rank(problem.cluster))
     asked = problem
     if asks_for_drafts(problem):
         schedule = problem.constraints.schedule if problem.constraints.schedule in OUTLINED else None

@@ -227,6 +227,12 @@ POLICIES = {
 }
 
 
+def same_as(name: str) -> str:
+    """Return the first policy that trains as one does, by its name; "" if that is the only one."""
+    first = next(other for other, policy in POLICIES.items() if policy == POLICIES[name])
+    return "" if first == name else first
+
+
 @dataclass(frozen=True)
 class VersionOptions:
     """What a user can set of policies (option `versions_options`).

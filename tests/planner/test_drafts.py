@@ -172,3 +172,16 @@ def test_few_groups_of_replicas_represent_all_under_any_schedule():
     folded = propose(asked, "uniform")[0]
     assert len(set(folded.representatives)) < 32
     assert judge(folded.plan, asked).step_s == pytest.approx(folded.step_s)
+
+
+def test_a_schedule_gets_no_cut_that_is_worse_than_that_of_1f1b():
+    """Where messages cost much at some cuts: the balanced one has the largest, which 1F1B's plan avoids."""
+    seconds, sizes = [3.0, 3.0, 3.0, 1.0, 3.0, 3.0], [8.0, 8.0, 4000.0, 8.0, 8.0, 8.0]
+    graph, profile = layers(seconds, sizes, samples=16)
+    slow = cluster(2, link=Link(latency_s=0.0, bytes_per_s=100.0))
+    asked = Problem(graph, profile, slow, 16, constraints=Constraints(8, (1, 1), schedule="1f1b"))
+    outline = propose(asked, "uniform")[0]
+    for name in ("zb_h1", "zb_h2", "2bp"):
+        found = propose(replace(asked, constraints=replace(asked.constraints, schedule=name)), "uniform")[0]
+        same_cuts = judge(replace(outline.plan, schedule=name, options={}), asked)
+        assert found.step_s <= same_cuts.step_s * (1 + 1e-9), name

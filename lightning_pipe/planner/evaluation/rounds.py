@@ -22,7 +22,7 @@ from lightning_pipe.schedule.predictions import PredictionCache
 from lightning_pipe.schedule.rounds import delays_of
 from lightning_pipe.schedule.verification.rounds import verify_rounds
 from lightning_pipe.schedule.verification.verify import verify
-from lightning_pipe.schedule.weights import POLICIES, WeightPolicy
+from lightning_pipe.schedule.weights import POLICIES, WeightPolicy, same_as
 from lightning_pipe.units import counted_noun, format_bytes
 
 VersionsRead: TypeAlias = dict[tuple[int, AnyCompute], str]  # by rank and compute
@@ -70,8 +70,9 @@ def versions_sentence(versions: str, plan: Plan, extra_bytes: Sequence[int]) -> 
     """
     policy, layout, count = POLICIES[versions], plan.layout, plan.microbatches
     lives, delays = policy.lives(layout, count), delays_of(policy, len(layout.stages), count)
+    twin = f", the same policy as {other!r}," if (other := same_as(versions)) else ""
     return (
-        f"versions={versions!r} is not the training of one device: gradients are late by up to "
+        f"versions={versions!r}{twin} is not the training of one device: gradients are late by up to "
         f"{_most(delays, 'update')}, and a rank holds up to {_most(lives, 'version')} of the weights, "
         f"{format_bytes(max(extra_bytes))} more than without."
     )

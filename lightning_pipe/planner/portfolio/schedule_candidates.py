@@ -1,5 +1,8 @@
 """Candidates of any schedule on a row of devices: its layout's shape, with cuts that balance its stages.
 
+Cuts are balanced for several prices of messages, and those of the best outlines of the same shape are tried too: a cut
+that is right for 1F1B is right, or close to it, for schedules that only move weight halves.
+
 Planners look for 1F1B pipelines (`candidate`): for the devices in a row, replicas included, and the number of
 micro-batches. On such a row every other schedule makes a plan of its own, with its own shape and number of stages; the
 simulator judges it. Before it is lowered, a draft is left out if one of its devices computes longer than the best
@@ -10,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -95,15 +98,19 @@ class ScheduleCandidates:
 
     Args:
         problem: graph, costs, devices and constraints.
+        outlines: plans whose cuts are tried as well, the best first.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, outlines: Sequence[Judged] = ()) -> None:
         self._problem = problem
         self._balancer = Balancer(Estimator(StageCostTable(problem, worthwhile(problem, sliced=True))))
-        self._cuts: dict[tuple[tuple[Device, ...], int], tuple[int, ...] | None] = {}
+        self._cuts: dict[tuple[tuple[Device, ...], int], tuple[tuple[int, ...], ...]] = {}
+        self._outlined: dict[Row, list[tuple[int, ...]]] = defaultdict(list)
+        for outline in outlines:
+            self._outlined[outline.plan.layout.stages].append(outline.cuts)
 
     def drafts(self, rows: Mapping[Row, int]) -> Iterator[Draft]:
-        """Yield the drafts of the wished schedule, or of all that are no outlines.
+        """Yield the drafts of the wished schedule, or of all that are no outlines: first one for every shape.
 
         Args:
             rows: ranks of the devices, with about how many micro-batches suit them.
@@ -114,21 +121,20 @@ class ScheduleCandidates:
         """
         constraints = self._problem.constraints
         names = _tried() if constraints.schedule is None else [constraints.schedule]
-        refused: list[PipeError] = []
-        is_made = False
+        refused, made = list[PipeError](), list[tuple[int, Draft]]()
         for (row, near), name in itertools.product(rows.items(), names):
             asked = constraints.stages_per_device
             for v in SCHEDULES[name].stages_per_device if asked is None else (asked,):
                 try:
-                    for draft in self._of(name, row, v, near):
-                        is_made = True
-                        yield draft
+                    made += self._of(name, row, v, near)
                 except (ConfigError, PlanError) as error:
                     refused.append(error)
-        if not is_made and refused and asks_for_drafts(self._problem):
+        if not made and refused and asks_for_drafts(self._problem):
             raise refused[0]
+        yield from (draft for _, draft in sorted(made, key=lambda pair: pair[0]))
 
-    def _of(self, name: str, row: Row, v: int, near: int) -> Iterator[Draft]:
+    def _of(self, name: str, row: Row, v: int, near: int) -> Iterator[tuple[int, Draft]]:
+        """Yield the drafts of a schedule on a row, each with the number of its cuts."""
         constraints, is_wished = self._problem.constraints, asks_for_drafts(self._problem)
         if not is_wished and (name, v) in _OUTLINES:
             return
@@ -137,10 +143,12 @@ class ScheduleCandidates:
             return  # the wish is for these stages
         counts = microbatch_counts(self._problem, stages=len(row), replicas=max(map(len, row)))
         for count in sorted(counts, key=lambda count: abs(count - near))[:_COUNTS]:
-            yield Draft(self.cuts(layout, count), layout, count, name)
+            outlined = self._outlined.get(layout.stages, [])[:_OUTLINED_CUTS]
+            for number, cuts in enumerate(dict.fromkeys([*self.cuts(layout, count), *outlined])):
+                yield number, Draft(cuts, layout, count, name)
 
-    def given(self) -> Draft:
-        """Return the draft of the wished order.
+    def given(self) -> list[Draft]:
+        """Return the drafts of the wished order.
 
         Raises:
             PlanError: if its ranks or micro-batches are not those of the problem, a batch has too few samples, or the
@@ -148,9 +156,9 @@ class ScheduleCandidates:
             ProgramError: if it cannot be read as the order of a layout.
         """
         problem = self._problem
-        order = parse_order(problem.constraints.order)
-        layout = layout_of(computes_only(order))
-        count = 1 + max(compute.microbatch for line in order for compute in line)
+        lines = parse_order(problem.constraints.order)
+        layout = layout_of(computes_only(lines))
+        count = 1 + max(compute.microbatch for line in lines for compute in line)
         if layout.ranks != problem.cluster.ranks:
             raise PlanError(
                 f"The given order is of {layout.ranks} ranks, the trainer has {problem.cluster.ranks}. Change "
@@ -162,10 +170,11 @@ class ScheduleCandidates:
                 "is set. Remove one of them."
             )
         problem.check_samples(count)
-        return Draft(self.cuts(layout, count), layout, count, GIVEN, problem.constraints.order)
+        order = problem.constraints.order
+        return [Draft(cuts, layout, count, GIVEN, order) for cuts in self.cuts(layout, count)]
 
-    def cuts(self, layout: Layout, microbatches: int) -> tuple[int, ...]:
-        """Return cuts that balance the stages of a layout.
+    def cuts(self, layout: Layout, microbatches: int) -> tuple[tuple[int, ...], ...]:
+        """Return cuts that balance the stages of a layout, for rising prices of messages.
 
         Raises:
             PlanError: if the graph has too few places for them.
@@ -173,15 +182,15 @@ class ScheduleCandidates:
         key = (layout.stages, microbatches)
         ranks = tuple(group[:1] if layout.whole else group for group in layout.stages)
         if key not in self._cuts:
-            self._cuts[key] = next(iter(self._balancer.variants(ranks, microbatches)), None)
-        if (found := self._cuts[key]) is None:
+            self._cuts[key] = tuple(self._balancer.variants(ranks, microbatches))
+        if not self._cuts[key]:
             raise too_few_places(
                 self._problem.graph,
                 stages=len(layout.stages),
                 sliced=len({len(group) for group in ranks}) > 1,
                 advice="Use fewer devices or stages per device, or another schedule.",
             )
-        return found
+        return self._cuts[key]
 
 
 def _tried() -> list[str]:
@@ -190,6 +199,7 @@ def _tried() -> list[str]:
 
 
 _COUNTS = 2  # numbers of micro-batches that are tried
+_OUTLINED_CUTS = 2  # of outlines, that are tried
 _OUTLINES = frozenset((name, 1) for name in OUTLINED)
 
 
@@ -209,7 +219,7 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
         ConfigError: if the wished schedule cannot run on any of these rows.
         PlanError: if the graph is too small for the wished stages.
     """
-    drafter, wished = ScheduleCandidates(problem), asks_for_drafts(problem)
+    drafter, wished = ScheduleCandidates(problem, found), asks_for_drafts(problem)
     left, judged, best = _INSTRUCTIONS, list[Judged](), found[0]
     refused: list[ConfigError] = []
     for draft in drafter.drafts(_rows(found, problem)):
