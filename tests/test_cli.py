@@ -33,6 +33,7 @@ from lightning_pipe.planner.problem import Problem, nominal_cluster
 from lightning_pipe.planner.registry import PLANNER_NAMES, propose
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.profiles.published import load_published
+from lightning_pipe.schedule import SCHEDULES
 from lightning_pipe.schedule.weights import POLICIES
 from lightning_pipe.units import format_bytes, format_seconds
 
@@ -342,6 +343,7 @@ def test_policies_of_weight_versions_are_compared_with_a_flush(run, here):
     """A row for each, with delays and versions by stage; plans are made with versions and name none."""
     told = run("compare", *CHAIN, "ranks=2", "layout=1-1", "microbatches=2", "versions=all")
     rows = {name: re.search(rf"^  {name} .*", told, re.MULTILINE)[0] for name in ("sync", *POLICIES)}
+    assert all(any(f" {name} " in row for name in SCHEDULES) for row in rows.values())  # the best exact schedule
     assert "1.000" in rows["sync"] and re.search(r"1 1 +2 2", rows["2bw"]) and re.search(r"1 0 +2 1", rows["pipedream"])
     told = run("plan", *CHAIN, "ranks=2", "layout=1-1", "versions=2bw")
     for text in (told, run("explain", *CHAIN, "ranks=2", "plan=plan.yaml", "versions=2bw")):

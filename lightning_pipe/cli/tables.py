@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge
+from lightning_pipe.planner.portfolio.schedule_candidates import best_exact
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report.table import WIDTH, text_of, wrapped
 from lightning_pipe.schedule.rounds import delays_of
@@ -80,11 +81,18 @@ _OF_POLICIES = (
     "of sync",
     "clipped\nby norm",
     "with\na flush",
+    "best exact\nschedule",
     "updates behind\nby stage",
     "versions\nby stage",
     "peak\nmemory",
     "ranks\nper stage",
     "micro-\nbatches",
+)
+
+
+_EXACT = (
+    "The best exact schedule runs as many micro-batches on the same devices, with the gradients of one device. A "
+    "policy is worth its delay only if it is quicker; docs/weights.md measures what late gradients cost a GPT."
 )
 
 
@@ -100,6 +108,7 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
     table.add_column("versions", no_wrap=True)
     for heading in _OF_POLICIES:
         table.add_column(heading, justify="right", overflow="fold")
+    exact = dict[object, Judged]()  # best schedule that is flushed, by stages and micro-batches
     for name, judged in found.items():
         if isinstance(judged, str):
             table.add_row(name, *("-",) * len(_OF_POLICIES))
@@ -113,12 +122,15 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
             lives = " ".join(map(str, policy.lives(layout, count)))
             clipped_s = judge(judged.plan, replace(problem.with_versions(name), steps_together=True)).step_s
             flushed_s = judge(judged.plan, problem).step_s
+        key = (judged.plan.stages, judged.plan.microbatches)
+        best = exact[key] = exact.get(key) or best_exact(problem, judged.plan)
         table.add_row(
             name,
             format_seconds(judged.step_s),
             f"{judged.step_s / sync.step_s:.3f}" if isinstance(sync, Judged) else "-",
             format_seconds(clipped_s),
             format_seconds(flushed_s),
+            f"{format_seconds(best.step_s)} {best.plan.schedule}",
             delays,
             lives,
             format_bytes(max(judged.peak_bytes)),
@@ -126,7 +138,7 @@ def policies_table(problem: Problem, found: Mapping[str, Judged | str], *, width
             str(judged.plan.microbatches),
         )
     reasons = _reasons({name: judged for name, judged in found.items() if isinstance(judged, str)})
-    return "\n".join([text_of(table, width), *(wrapped(reason, width) for reason in reasons)])
+    return "\n".join([text_of(table, width), wrapped(_EXACT, width), *(wrapped(reason, width) for reason in reasons)])
 
 
 def _reasons(refused: Mapping[str, str]) -> Iterator[str]:

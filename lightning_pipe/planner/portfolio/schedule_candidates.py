@@ -241,6 +241,20 @@ def judged_drafts(problem: Problem, found: Sequence[Judged], *, judge: Judge) ->
     return sorted(judged, key=lambda one: one.rank(problem.cluster))
 
 
+def best_exact(problem: Problem, plan: Plan) -> Judged:
+    """Return the best plan without late gradients on the devices of a pipeline, whatever its schedule.
+
+    Args:
+        problem: what is planned, for pipelines that are flushed.
+        plan: of one stage per device; its micro-batches stay.
+    """
+    constraints = replace(problem.constraints, replicas=None, microbatches=plan.microbatches)
+    problem = replace(problem, constraints=constraints)
+    judge = Judge(problem)
+    flushed = judge.judge(plan)
+    return min([flushed, *judged_drafts(problem, [flushed], judge=judge)], key=lambda one: one.rank(problem.cluster))
+
+
 _WORTH = 0.01  # of the step, that joined W must save: they add gradients in another order, and need copies
 
 
