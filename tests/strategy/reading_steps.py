@@ -18,7 +18,7 @@ import lightning.pytorch as pl
 import torch
 from torch.nn.utils import stateless
 
-from lightning_pipe.strategy.steps.rounds import Round, Rounds
+from lightning_pipe.strategy.steps.rounds import Rounds
 from strategy.fits import Losses, dapple, make_trainer
 from strategy.small import Small, loader
 
@@ -191,13 +191,12 @@ def train(reads: Reads, versions: str, folder: Path) -> Trained:
     if not path.exists():
         path.write_text(PLAN.format(reads.microbatches))
     ahead, told = list[bool](), list[str]()
-    begin = Rounds.begin
+    end = Rounds.end
 
-    def noting(self: Rounds, *args: Any, **options: Any) -> Round:
-        round_ = begin(self, *args, **options)
-        if options["training"]:
-            ahead.append(round_.seam is not None and any(round_.seam.enters))
-        return round_
+    def noting(self: Rounds, step: Any, *, has_entered: bool, is_outdated: bool) -> None:
+        if not is_outdated:  # else the batch begins again
+            ahead.append(has_entered)
+        end(self, step, has_entered=has_entered, is_outdated=is_outdated)
 
     pl.seed_everything(3, verbose=False)
     module, losses = module_of(reads), Losses()
@@ -206,7 +205,7 @@ def train(reads: Reads, versions: str, folder: Path) -> Trained:
         options["limit_val_batches"] = 1.0
     strategy = dapple(plan=str(path), versions=versions, cache="off")
     warn = "lightning_pipe.strategy.steps.rounds.rank_zero_warn"
-    with mock.patch.object(Rounds, "begin", noting), mock.patch(warn, told.append):
+    with mock.patch.object(Rounds, "end", noting), mock.patch(warn, told.append):
         make_trainer(strategy, callbacks=[losses], **options).fit(module, module.data(), module.validation())
     return Trained(losses.losses, {n: p.detach().clone() for n, p in module.named_parameters()}, ahead, told)
 
