@@ -121,6 +121,7 @@ __all__ = [
     "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "OpOverload",
@@ -263,8 +264,12 @@ _CHECKPOINT = "lightning_pipe checkpoint"  # key of what is known of the nodes t
 
 
 @contextlib.contextmanager
-def numbered_checkpoints() -> Iterator[None]:
-    """Trace what `torch.utils.checkpoint.checkpoint` runs once, in nodes with the number of the outermost call."""
+def numbered_checkpoints(around: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Trace what `torch.utils.checkpoint.checkpoint` runs once, in nodes with the number of the outermost call.
+
+    Args:
+        around: entered around each outermost call.
+    """
     numbers = itertools.count()
 
     @contextlib.contextmanager
@@ -273,7 +278,8 @@ def numbered_checkpoints() -> Iterator[None]:
         if is_outermost:
             meta[_CHECKPOINT] = next(numbers)
         try:
-            yield
+            with around() if is_outermost else contextlib.nullcontext():
+                yield
         finally:
             if is_outermost:
                 meta.pop(_CHECKPOINT, None)

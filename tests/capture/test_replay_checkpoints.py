@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_pipe.capture import Request, capture_step, flatten
 from lightning_pipe.capture.allocations import Allocations
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
@@ -109,3 +110,52 @@ def test_reentrant_checkpoints_have_the_gradients_of_one_device_wherever_they_ar
         if cut not in replay.graph.uncuttable:
             _, gradients = run_replayed(found, ranks=2, schedule="gpipe", cuts=(cut,))
             torch.testing.assert_close(gradients, wanted, msg=lambda text, cut=cut: f"cut at {cut}: {text}")
+
+
+class Counted(nn.Module):
+    """A module that counts the runs of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+class Changing(pl.LightningModule):
+    """A checkpoint around modules, one of which changes what its backward would change again."""
+
+    def __init__(self, middle: nn.Module, *, is_inside: bool = True) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), middle, nn.Linear(8, 4)
+        self.is_inside = is_inside
+
+    def training_step(self, batch, batch_idx):
+        if self.is_inside:
+            x = checkpoint(lambda x: self.middle(self.first(x)), batch[0], use_reentrant=False)
+        else:
+            x = self.middle(checkpoint(self.first, batch[0], use_reentrant=False))
+        return nn.functional.mse_loss(self.last(x), batch[1])
+
+
+@pytest.mark.parametrize("route", ["joint", "replay"])
+def test_state_that_a_checkpointed_region_changes_is_named(route: str, recwarn: pytest.WarningsRecorder) -> None:
+    batch = (torch.randn(6, 8), torch.randn(6, 4))
+
+    def warnings_of(module: pl.LightningModule) -> list[str]:
+        recwarn.clear()
+        if route == "joint":
+            capture_step(Request(module, "training_step", flatten(batch)[1], samples=6))
+        else:
+            traced(module, batch, (3, 3), parts=1)
+        return [text for warning in recwarn if "under torch.utils.checkpoint" in (text := str(warning.message))]
+
+    (text,) = warnings_of(Changing(nn.BatchNorm1d(8)))
+    assert "training_step changes buffers of self.middle under" in text
+    assert not warnings_of(Changing(nn.BatchNorm1d(8), is_inside=False))
+    assert not warnings_of(Changing(nn.Dropout(0.1)))
+    if route == "replay":  # in one graph such state is refused
+        (text,) = warnings_of(Changing(Counted()))
+        assert "training_step changes self.middle.calls under" in text

@@ -43,6 +43,7 @@ from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import STAND_INS, LogCall, LoggerCall, ObjectCall
 from lightning_pipe.capture.steps.step_function import StepFunction
+from lightning_pipe.capture.steps.step_state import warn_of_checkpointed
 from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import CaptureError, StepError
@@ -192,6 +193,7 @@ def _exported(
         return _export(request, answers)
     assert len(step.recordings) > 1, "the tracer ran the step once; its Python values could not be compared"
     _compare_runs(step)
+    warn_of_checkpointed(request.method, step.checkpointed.names)
     guards = _guards(step, request)
     joint = describe(
         module,
@@ -241,7 +243,7 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         private.symbolic_grids(),
         private.quick_symbols(),
         private.parameters_in_new_lists(),
-        private.numbered_checkpoints(),
+        private.numbered_checkpoints(step.checkpointed.noted),
         torch.random.fork_rng(devices=[]),
         no_seeding(),
         no_files(),

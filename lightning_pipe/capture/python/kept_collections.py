@@ -7,7 +7,7 @@ depend on what is in there; one that takes their mean does.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 from lightning_pipe.capture.python.places import Place
@@ -50,6 +50,12 @@ class KeptList(list[Any]):
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return other + list(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.note_whole()
+        return list, (list(iter_plainly(self)),)
+
+    __class__ = property(lambda self: list)
 
 
 class KeptDict(dict[Any, Any]):
@@ -113,6 +119,12 @@ class KeptDict(dict[Any, Any]):
         else:
             self.is_read = True
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.note_whole()
+        return dict, (dict(dict.items(self)),)
+
+    __class__ = property(lambda self: dict)
+
 
 def iter_plainly(collection: list[Any]) -> Iterator[Any]:
     """Iterate a list without its noticing."""
@@ -143,12 +155,19 @@ for _class, _base, _names in ((KeptList, list, _LIST_READS), (KeptDict, dict, _D
 
 
 @contextlib.contextmanager
-def kept_collections(slots: Iterable[Place]) -> Iterator[list[tuple[Place, KeptList | KeptDict]]]:
-    """Put such lists and dicts into the places of plain ones for a while; the yielded list has them."""
+def kept_collections(
+    slots: Iterable[Place], *, shared: Container[int] = ()
+) -> Iterator[list[tuple[Place, KeptList | KeptDict]]]:
+    """Put such lists and dicts into the places of plain ones for a while; the yielded list has them.
+
+    Args:
+        slots: the places.
+        shared: identities of what other places have, too, and stays: it must be one object in all of them.
+    """
     replaced: list[tuple[Place, KeptList | KeptDict]] = []
     for slot in slots:
         value = slot.read()
-        if type(value) in (list, dict):
+        if type(value) in (list, dict) and id(value) not in shared:
             kept = KeptList(value) if type(value) is list else KeptDict(value)
             slot.write(kept)
             replaced.append((slot, kept))

@@ -75,7 +75,7 @@ class Place:
     @property
     def is_writable(self) -> bool:
         """Return whether another value can be put there."""
-        return not isinstance(self.container, (types.MappingProxyType, Asked, Locals))
+        return not isinstance(self.container, (types.MappingProxyType, Asked, ReadOnlyView))
 
     @property
     def place(self) -> tuple[Any, Any]:
@@ -84,7 +84,8 @@ class Place:
 
     def inside(self, container: Any, key: Any, kind: str) -> Place:
         """Return a slot in the value of this one."""
-        name = {"item": f"{self.name}[{key!r}]", "class": key}.get(kind, f"{self.name}.{key}")
+        key_text = f"a {type(key).__name__}" if isinstance(key, torch.Tensor) else repr(key)
+        name = {"item": f"{self.name}[{key_text}]", "class": key}.get(kind, f"{self.name}.{key}")
         return Place(container, key, name, (*self.path, (kind, key)) if self.path else ())
 
 
@@ -142,7 +143,7 @@ def _parts_by_kind(value: Any, kind: str) -> Any:
         return held_by(value)
     if kind == "slot":
         return SlotAttributes(value)
-    return vars(value)
+    return Attributes(value)
 
 
 class _Absent:
@@ -151,6 +152,28 @@ class _Absent:
 
 
 ABSENT = _Absent()
+
+
+class Attributes(MutableMapping[str, Any]):
+    """The attributes of an object in the `__dict__` that it has at the time, as it may be given another one."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        vars(self.owner)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del vars(self.owner)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self.owner))
+
+    def __len__(self) -> int:
+        return len(vars(self.owner))
 
 
 class ClassAttributes(MutableMapping[str, Any]):
@@ -248,34 +271,58 @@ class Asked(Answers):
         """Leave it: nobody can set what a function returns."""
 
 
-class Locals(Answers):
-    """The variables of a generator, and where it stands, as a dict that is only read."""
+def asked_place(name: str, function: Callable[[], Any]) -> Place:
+    """Return the place of what a function answers.
 
-    def __init__(self, generator: types.GeneratorType[Any, Any, Any]) -> None:
+    Args:
+        name: the place as the user would write it.
+        function: returns the value of the moment.
+    """
+    return Place(Asked({"": function}), "", name)
+
+
+class ReadOnlyView(Answers):
+    """Entries that a function returns whenever they are looked at, as a dict that is only read.
+
+    Args:
+        find: returns the entries of the moment.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[Any, Any]]) -> None:
         super().__init__()
-        self._generator = generator
+        self._find = find
 
-    def _now(self) -> dict[str, Any]:
-        frame = self._generator.gi_frame
-        return {} if frame is None else {"(position)": frame.f_lasti, **frame.f_locals}
+    def __getitem__(self, key: Any) -> Any:
+        return self._find()[key]
 
-    def __getitem__(self, name: str) -> Any:
-        return self._now()[name]
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Leave it: nobody can set what a function returns."""
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        """Leave it: nobody can set the variables of a generator."""
+    def __delitem__(self, key: Any) -> None:
+        """Leave it: nobody can remove what a function returns."""
 
-    def __delitem__(self, name: str) -> None:
-        """Leave it: nobody can remove the variables of a generator."""
+    def __contains__(self, key: object) -> bool:
+        return key in self._find()
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._now()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._now())
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._find())
 
     def __len__(self) -> int:
-        return len(self._now())
+        return len(self._find())
+
+    def now(self) -> dict[Any, Any]:
+        """Return the entries of the moment."""
+        return {**self._find()}
+
+
+def locals_of(generator: types.GeneratorType[Any, Any, Any]) -> ReadOnlyView:
+    """Return the variables of a generator, and where it stands."""
+
+    def find() -> dict[str, Any]:
+        frame = generator.gi_frame
+        return {} if frame is None else {"(position)": frame.f_lasti, **frame.f_locals}
+
+    return ReadOnlyView(find)
 
 
 def identity(container: Any) -> Any:
@@ -287,13 +334,15 @@ def identity(container: Any) -> Any:
             return container.identity
         case SlotAttributes():
             return id(container.owner)
+        case Attributes():
+            return id(vars(container.owner))
     return id(container)
 
 
-def held_by(value: Any) -> Mapping[str, Any]:
+def held_by(value: Any) -> ReadOnlyView:
     """Return what a bound method, a partial function or a property holds."""
     names = next(names for kind, names in HOLDERS.items() if isinstance(value, kind))
-    return types.MappingProxyType({name: getattr(value, name) for name in names})
+    return ReadOnlyView(lambda: {name: getattr(value, name) for name in names})
 
 
 HOLDERS: dict[type, tuple[str, ...]] = {
@@ -305,16 +354,24 @@ HOLDERS: dict[type, tuple[str, ...]] = {
 }
 
 
-def classes_of(value: Any) -> Mapping[str, type]:
+def classes_of(value: Any) -> ReadOnlyView:
     """Return the class of an object, or the bases and the metaclass of a class, by name."""
-    classes = [*value.__bases__, type(value)] if isinstance(value, type) else [type(value)]
-    return types.MappingProxyType({cls.__name__: cls for cls in classes})
+
+    def find() -> dict[str, type]:
+        classes = [*value.__bases__, type(value)] if isinstance(value, type) else [type(value)]
+        return {cls.__name__: cls for cls in classes}
+
+    return ReadOnlyView(find)
 
 
-def defaults_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the defaults of a function by position or name."""
-    positional = {str(i): value for i, value in enumerate(function.__defaults__ or ())}
-    return {**positional, **(function.__kwdefaults__ or {})}
+def defaults_of(function: types.FunctionType) -> ReadOnlyView:
+    """Return the code of a function, and its defaults by position or name."""
+
+    def find() -> dict[str, Any]:
+        positional = {str(i): value for i, value in enumerate(function.__defaults__ or ())}
+        return {"__code__": function.__code__, **positional, **(function.__kwdefaults__ or {})}
+
+    return ReadOnlyView(find)
 
 
 def asked_of(value: Any) -> Asked | None:

@@ -1,7 +1,8 @@
 """Python reads of a step (all but tensors), recorded while it is traced and guarded afterwards.
 
-    attributes of modules    seen by a subclass with its own `__getattribute__` that every module has for that time
+    attributes of modules    noticed by methods that their classes have for that time (`attribute_access`)
     attributes of the trainer    likewise; those that change in ways nobody can compare are refused
+    attributes of optimizers and schedulers    likewise; what the trainer reaches is looked for at every comparison
     globals, class attributes    those that the code names that was seen to run
     closures, helper objects, containers    behind the values of these (`snapshots`)
 
@@ -16,17 +17,18 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_pipe.capture.python.places import ABSENT, Answers, Asked, Place
+from lightning_pipe.capture.introspection.answered_types import AnsweredTypes
+from lightning_pipe.capture.introspection.attribute_access import AttributeAccess, Read
+from lightning_pipe.capture.python.places import Place, asked_place
 from lightning_pipe.capture.python.state_slots import (
     HOOK_TABLES,
-    PYTHON_SCALARS,
     TORCHS_OWN,
     attribute_slot,
     attributes_of,
@@ -36,15 +38,16 @@ from lightning_pipe.capture.python.state_slots import (
     module_classes,
     owners_of,
 )
+from lightning_pipe.capture.python.trainer_reads import TrainerReads
 from lightning_pipe.capture.python.users_code import (
     forget_cached,
     functions_in,
     functions_of,
+    is_installed,
     is_library,
     is_users,
     names_in,
 )
-from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.errors import CaptureError
 from lightning_pipe.lightning_names import pl
 
@@ -63,20 +66,24 @@ class Reads:
         self._module, self._refuse = module, refuse
         self._names: dict[tuple[int, str], tuple[str, nn.Module]] = {}
         self._written_first: set[tuple[int, str]] = set()
-        self._of_trainer: dict[str, None] = {}
+        self._whole: dict[str, nn.Module] = {}  # modules whose `__dict__` was read
+        self._of_trainer = TrainerReads(refuse)
         self._codes: dict[types.CodeType, dict[str, Any]] = {}
 
     @contextlib.contextmanager
     def recording(self, *, code: bool = True) -> Iterator[None]:
         """Record inside what is read of modules and the trainer, and which code runs, if wanted."""
+        access = AttributeAccess()
         with contextlib.ExitStack() as stack:
             stack.callback(forget_cached, self._codes)
+            stack.enter_context(_no_new_attributes({type(owner) for _, owner in owners_of(self._module)}))
+            stack.enter_context(access.listening())
             for path, owner in owners_of(self._module):
-                if not stack.enter_context(_other_class(owner, self._methods(path, owner))):
+                if isinstance(owner, torch.jit.ScriptModule) or not access.listen(owner, *self._listeners(path, owner)):
                     self._names.update({(id(vars(owner)), name): (path, owner) for name in attributes_of(owner)})
             trainer = self._module._trainer
             if isinstance(trainer, pl.Trainer):
-                stack.enter_context(_other_class(trainer, {"__getattribute__": self._trainers(type(trainer))}))
+                self._of_trainer.listen(access, trainer)
             if code:
                 stack.enter_context(self.following_code())
             yield
@@ -104,20 +111,14 @@ class Reads:
         yield from self._of_classes()
         for path, owner in owners_of(self._module):
             yield from (attribute_slot(path, owner, table) for table in _TORCHS_TABLES)
-        for name in self._of_trainer:
-            yield Place(_Attributes(self._module._trainer), name, f"self.trainer.{name}")
+        owners = tuple(owner for _, owner in owners_of(self._module))
+        yield asked_place("the hash of the modules' classes", partial(_kinds, owners))
+        for path, owner in self._whole.items():
+            yield asked_place(f"vars({f'self.{path}'.rstrip('.')})", partial(_names_of, owner))
+        yield from self._of_trainer.places()
         yield from global_slots(self._codes.items())
         if any(_ENVIRONMENT.intersection(code.co_names) for code in self._codes):
-            yield Place(_Environment(), "environ", "os.environ")
-        yield from self._of_optimizers()
-
-    def _of_optimizers(self) -> Iterator[Place]:
-        """List what optimizers keep besides parameters and numbers, if the code reads that; numbers are tracked."""
-        if any("param_groups" in names_in(code) for code in self._codes):
-            for o, optimizer in enumerate(getattr(self._module._trainer, "optimizers", ())):
-                for g, group in enumerate(optimizer.param_groups):
-                    place = Asked({"": partial(_untracked, group)})
-                    yield Place(place, "", f"optimizers[{o}].param_groups[{g}]")
+            yield asked_place("os.environ", lambda: tuple(sorted(os.environ.items())))
 
     def _of_classes(self) -> Iterator[Place]:
         """List attributes of the modules' classes that the code names, and its own functions there."""
@@ -131,50 +132,34 @@ class Reads:
                 if (name in names or is_run) and has_state(name, value):
                     yield class_slot(cls, name)
 
-    def _methods(self, path: str, owner: nn.Module) -> Mapping[str, Any]:
-        cls, names, written = type(owner), self._names, self._written_first
+    def _listeners(self, path: str, owner: nn.Module) -> tuple[Callable[[Read, Any, str], Any], Callable[[str], None]]:
+        names, written = self._names, self._written_first
         hidden = frozenset(vars(owner)) - frozenset(attributes_of(owner)) | TORCHS_OWN
         identity = id(vars(owner))
-        read, write = cls.__getattribute__, cls.__setattr__
 
-        def __getattribute__(self: Any, name: str) -> Any:
+        def reads(read: Read, module: Any, name: str) -> Any:
             if name not in hidden and not name.startswith("__") and (identity, name) not in written:
                 names.setdefault((identity, name), (path, owner))
-            if name == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
+            if name == "__dict__" and not is_library(sys._getframe(2).f_code.co_filename):
+                self._whole[path] = owner
                 for any_name in attributes_of(owner):
                     names.setdefault((identity, any_name), (path, owner))
-            return read(self, name)
+            return read(module, name)
 
-        def __setattr__(self: Any, name: str, value: Any) -> None:
+        def writes(name: str) -> None:
             if (identity, name) not in names:
                 written.add((identity, name))
-            write(self, name, value)
 
-        return {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
-
-    def _trainers(self, cls: type) -> Callable[[Any, str], Any]:
-        def __getattribute__(trainer: Any, name: str) -> Any:
-            try:
-                value = object.__getattribute__(trainer, name)
-            except AttributeError:
-                self._of_trainer.setdefault(name)
-                raise
-            if name.startswith("__") or is_library(sys._getframe(1).f_code.co_filename) or callable(value):
-                return value
-            if (isinstance(value, PYTHON_SCALARS) or name == "callbacks") and not is_tracked(value):
-                self._of_trainer.setdefault(name)
-            elif name not in _KEPT_BY_TRAINER and not is_tracked(value):
-                self._refuse(f"it reads trainer.{name}, which may change from step to step")
-            return value
-
-        return __getattribute__
+        return reads, writes
 
     @contextlib.contextmanager
     def following_code(self) -> Iterator[None]:
-        """Note the code of every function that is called inside in this thread, but for libraries."""
-        codes = self._codes
-        begun: dict[int, types.FrameType] = {}
+        """Note the code of every function that is called inside in this thread, but for libraries.
 
+        The user's functions are answered the classes of one device when they ask for `type(x)`.
+        """
+        codes, answered = self._codes, AnsweredTypes()
+        begun: dict[int, types.FrameType] = {}
         before = sys.gettrace()
 
         def note(frame: types.FrameType, event: Any, argument: Any) -> Any:
@@ -183,6 +168,8 @@ class Reads:
             if is_library(code.co_filename):
                 return others
             codes.setdefault(code, frame.f_globals)
+            if not is_installed(code.co_filename):
+                answered.note(frame.f_globals)
             for function in _of_backward(frame):  # on an accelerator a thread runs it that nobody follows
                 codes.setdefault(function.__code__, function.__globals__)
             if code.co_flags & inspect.CO_GENERATOR:
@@ -191,11 +178,12 @@ class Reads:
                 begun[id(frame)] = frame
             return others
 
-        sys.settrace(note)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+        with answered.answering():
+            sys.settrace(note)
+            try:
+                yield
+            finally:
+                sys.settrace(before)
 
 
 def _of_backward(frame: types.FrameType) -> Iterator[types.FunctionType]:
@@ -214,74 +202,31 @@ def _is_resumed(frame: types.FrameType) -> bool:
     return frame.f_code.co_code[at] == dis.opmap["RESUME"] and frame.f_code.co_code[at + 1] & 3 != 0
 
 
-def _untracked(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    number = ABSENT
-    return tuple((k, number if type(v) in (int, float) else v) for k, v in group.items() if k != "params")
+def _names_of(owner: nn.Module) -> tuple[str, ...]:
+    return (*attributes_of(owner),)
 
 
-# what a step reads of the trainer that stays, or whose numbers are tracked
-_KEPT_BY_TRAINER = frozenset(
-    "optimizers lr_scheduler_configs strategy accelerator logger loggers model lightning_module".split()
-)
+def _kinds(modules: tuple[nn.Module, ...]) -> int:
+    """Return a number that is another one when a module has got another class, or other attributes as a whole."""
+    return hash((tuple(map(type, modules)), tuple(map(id, map(vars, modules)))))
 
 
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
-class _Environment(Answers):
-    """The variables of the environment as one value."""
-
-    def __getitem__(self, name: str) -> Any:
-        return tuple(sorted(getattr(os, name).items()))
-
-
-class _Attributes(Answers):
-    """The attributes of an object, properties too, as a dict that is only read."""
-
-    def __init__(self, owner: Any) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return getattr(self._owner, name)
-        except AttributeError:
-            raise KeyError(name) from None
-
-
-def _subclass(cls: type, space: dict[str, Any]) -> type:
-    """Return a subclass of which the class does not hear, as it might register it."""
-    own = vars(cls).get("__init_subclass__")
-    type.__setattr__(cls, "__init_subclass__", classmethod(lambda _: None))
-    try:
-        return type(cls.__name__, (cls,), space)
-    finally:
-        if own is None:
-            type.__delattr__(cls, "__init_subclass__")
-        else:
-            type.__setattr__(cls, "__init_subclass__", own)
-
-
 @contextlib.contextmanager
-def _other_class(owner: Any, methods: Mapping[str, Any]) -> Iterator[bool]:
-    """Give an object a subclass of its class for a while; what is yielded says whether that is possible."""
-    cls = type(owner)
-    if isinstance(owner, torch.jit.ScriptModule):
-        yield False
-        return
-    space = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+def _no_new_attributes(classes: Iterable[type]) -> Iterator[None]:
+    """Refuse what the code inside gives to classes that do not have it: no place is known that it could change.
+
+    Raises:
+        CaptureError: naming the first one.
+    """
+    known = {cls: frozenset(vars(cls)) for cls in classes}
     try:
-        subclass = _subclass(cls, space)
-        own = frozenset(vars(subclass))
-        object.__setattr__(owner, "__class__", subclass)
-    except TypeError:  # a class with a layout of its own cannot be swapped
-        yield False
-        return
-    try:
-        yield True
+        yield
     finally:
-        object.__setattr__(owner, "__class__", cls)
-    for name in vars(subclass).keys() - own:  # what was meant for its class: `type(self).name = ...`
-        if name not in vars(cls):
-            raise CaptureError(f"The step gives {cls.__name__} the new class attribute {name}. Define it in the class.")
-        setattr(cls, name, vars(subclass)[name])
+        added = [(cls, name) for cls, names in known.items() for name in vars(cls).keys() - names]
+        for cls, name in added:
+            type.__delattr__(cls, name)
+    for cls, name in added:
+        raise CaptureError(f"The step gives {cls.__name__} the new class attribute {name}. Define it in the class.")

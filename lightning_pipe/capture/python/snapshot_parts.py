@@ -17,7 +17,9 @@ from lightning_pipe.capture.python.places import (
     ABSENT,
     SCALARS,
     Answers,
+    Attributes,
     Place,
+    ReadOnlyView,
     same,
 )
 from lightning_pipe.capture.torch_private import version_of
@@ -88,6 +90,10 @@ class DictContent:
 
     def _now(self) -> dict[Any, Any]:
         container, hidden = self._container, self._hidden
+        if isinstance(container, Attributes):
+            container = vars(container.owner)
+        elif isinstance(container, ReadOnlyView):
+            return container.now()
         if isinstance(container, Answers) or not isinstance(container, dict):
             return {key: container[key] for key in container if key not in hidden}
         # a subclass may do anything where it is asked itself: make, move, forget entries
@@ -114,7 +120,7 @@ class DictContent:
         if len(now) != len(content):
             return False
         for (a, x), (b, y) in zip(now.items(), content.items(), strict=True):
-            if not (a == b and (x is y or same(x, y))):
+            if not (_is_same_key(a, b) and (x is y or same(x, y))):
                 return False
         return True
 
@@ -125,7 +131,7 @@ class DictContent:
             before, after = self.content.get(key, ABSENT), now.get(key, ABSENT)
             if not same(before, after):
                 yield StateChange(self._slot(key), before, after)
-        if now.keys() == self.content.keys() and [*now] != [*self.content]:  # another order
+        if now.keys() == self.content.keys() and not _are_in_order(now, self.content):
             yield StateChange(self._at, self._container, self._container, is_content=True)
 
     def restore(self) -> None:
@@ -138,10 +144,18 @@ class DictContent:
         for key, value in self.content.items():
             if now.get(key, ABSENT) is not value:
                 self._container[key] = value
-        if isinstance(self._container, dict) and [*self._now()] != [*self.content]:
+        if isinstance(self._container, (dict, Attributes)) and not _are_in_order(self._now(), self.content):
             for key, value in self.content.items():
                 del self._container[key]
                 self._container[key] = value
+
+
+def _is_same_key(one: Any, two: Any) -> bool:
+    return one is two or (not isinstance(one, torch.Tensor) and bool(one == two))  # of tensors `==` compares items
+
+
+def _are_in_order(one: Any, two: Any) -> bool:
+    return len(one) == len(two) and all(map(_is_same_key, one, two))
 
 
 class ListContent:

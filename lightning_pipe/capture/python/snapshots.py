@@ -4,7 +4,8 @@ A snapshot begins at *slots* (an attribute, a global, a default argument) and go
 queues, tuples, instances of classes, the user's classes, functions with their closures, defaults and attributes,
 partial functions, generators, weak references and generators of random numbers. Of each it keeps what was in it. It
 ends at what has no Python state of its own or is somebody else's: modules of the tree and their classes (their
-attributes are slots), parameters and buffers, the trainer, data sets, loggers, most objects of the standard library.
+attributes are slots), parameters and buffers, the trainer with its optimizers and schedulers, data sets, loggers, most
+objects of the standard library.
 Tensors count by identity and version, NumPy arrays by content.
 
     Snapshot(slots).changes()        where something is no longer what it was
@@ -30,9 +31,9 @@ from lightning_pipe.capture.python.places import (
     ABSENT,
     HOLDERS,
     SCALARS,
+    Attributes,
     Cells,
     ClassAttributes,
-    Locals,
     Place,
     SlotAttributes,
     asked_of,
@@ -40,6 +41,7 @@ from lightning_pipe.capture.python.places import (
     defaults_of,
     held_by,
     identity,
+    locals_of,
     same,
 )
 from lightning_pipe.capture.python.snapshot_parts import (
@@ -51,6 +53,7 @@ from lightning_pipe.capture.python.snapshot_parts import (
     StateChange,
     TensorContent,
 )
+from lightning_pipe.capture.python.state_slots import optimizers_of
 from lightning_pipe.capture.python.users_code import is_library, is_users
 from lightning_pipe.lightning_names import pl
 
@@ -83,6 +86,9 @@ class Snapshot:
         tree: module whose sub-modules, parameters and buffers are not entered.
         ignored: places inside that are not looked at.
         copies: whether the content of tensors can be put back, too.
+
+    Attributes:
+        shared: identities of objects that it has met in several places.
     """
 
     def __init__(
@@ -91,14 +97,16 @@ class Snapshot:
         self._copies = copies
         self._roots = [(slot, slot.read()) for slot in slots]
         self._readers = [(slot.reader(), slot.key, slot, value) for slot, value in self._roots]
-        self._tree = frozenset(map(id, (*tree.modules(), *tree.parameters(), *tree.buffers())))
+        of_trainer = (owner for _, owner in optimizers_of(getattr(tree, "_trainer", None)))
+        self._tree = frozenset(map(id, (*tree.modules(), *tree.parameters(), *tree.buffers(), *of_trainer)))
         self._ignored: dict[Any, set[Any]] = {}
         for slot in ignored:
             self._ignored.setdefault(identity(slot.container), set()).add(slot.key)
         self._parts: list[SnapshotPart] = []
         self._empty: list[dict[Any, Any]] = []  # of most modules there is nothing else than tables without hooks
         self._others: list[SnapshotPart] = []
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, tuple[Any, Place]] = {}
+        self.shared: set[int] = set()
         self._enter()
         for part in self._parts:
             if isinstance(part, DictContent) and part.empty is not None:
@@ -136,9 +144,13 @@ class Snapshot:
         waiting = deque((slot, value) for slot, value in self._roots)
         while waiting and len(self._parts) < _MOST_OBJECTS:
             slot, value = waiting.popleft()
-            if isinstance(value, SCALARS) or value is ABSENT or id(value) in self._seen:
+            if isinstance(value, SCALARS) or value is ABSENT:
                 continue
-            self._seen[id(value)] = value
+            if id(value) in self._seen:
+                if self._seen[id(value)][1].place != slot.place:
+                    self.shared.add(id(value))
+                continue
+            self._seen[id(value)] = (value, slot)
             for part in self._parts_of(slot, value):
                 self._parts.append(part)
                 waiting.extend((inner, inner.read()) for inner in part.slots())
@@ -153,14 +165,14 @@ class Snapshot:
             if type(value) not in (torch.Tensor, nn.Parameter):  # a stand-in, say: it counts by identity
                 return
             yield TensorContent(slot, value, copied=self._copies and value.numel() <= _COPIED_ELEMENTS)
-            yield DictContent(vars(value), slot, kind="attribute")
+            yield DictContent(Attributes(value), slot, kind="attribute")
             return
         if isinstance(value, _COLLECTIONS):
             yield from self._object_parts(slot, value)
         elif isinstance(value, (tuple, frozenset)):
             yield DictContent(types.MappingProxyType(dict(enumerate(value))), slot)
         elif isinstance(value, types.GeneratorType):
-            yield DictContent(Locals(value), replace(slot, path=()), kind="attribute")
+            yield DictContent(locals_of(value), replace(slot, path=()), kind="attribute")
         elif (state := inner_state(value)) is not None:
             yield InnerContent(slot, *state)
         elif isinstance(value, types.MappingProxyType):
@@ -180,8 +192,8 @@ class Snapshot:
             return
         cells = Cells(function)
         yield DictContent(cells, slot, hidden=self._ignored.get(identity(cells), frozenset()), kind="cell")
-        yield DictContent(types.MappingProxyType(defaults_of(function)), slot, kind="default")
-        yield DictContent(vars(function), slot, kind="attribute")
+        yield DictContent(defaults_of(function), slot, kind="default")
+        yield DictContent(Attributes(function), slot, kind="attribute")
 
     def _object_parts(self, slot: Place, value: Any) -> Iterator[SnapshotPart]:
         """Enter an object: what it contains, its attributes, and its class."""
@@ -195,7 +207,7 @@ class Snapshot:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
             hidden = self._ignored.get(id(attributes), frozenset())
-            yield DictContent(attributes, slot, hidden=hidden, kind="attribute")
+            yield DictContent(Attributes(value), slot, hidden=hidden, kind="attribute")
         if any("__slots__" in vars(cls) for cls in type(value).__mro__):
             yield DictContent(SlotAttributes(value), slot, kind="slot")
         if is_users(type(value)):

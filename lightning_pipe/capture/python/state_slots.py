@@ -124,6 +124,16 @@ def optimizer_slots(trainer: Any) -> Iterator[Place]:
             yield Place(_Found(partial(lambda of: of()._last_lr, of)), i, f"lr_schedulers[{s}].get_last_lr()[{i}]")
 
 
+def optimizers_of(trainer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the optimizers and schedulers that the trainer has now, with the names of their places."""
+    optimizers, configs = getattr(trainer, "optimizers", None) or (), getattr(trainer, "lr_scheduler_configs", None)
+    return (
+        *((f"optimizers[{o}]", optimizer) for o, optimizer in enumerate(optimizers)),
+        *((f"lr_scheduler_configs[{s}]", config) for s, config in enumerate(configs or ())),
+        *((f"lr_schedulers[{s}]", config.scheduler) for s, config in enumerate(configs or ())),
+    )
+
+
 class _Found(Answers):
     """A dict or list that is looked for whenever it is asked, since others replace it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class CheckpointDepth:
@@ -11,18 +11,23 @@ class CheckpointDepth:
 
     What a checkpoint is given is run once here; the reentrant form would hide where gradients flow.
 
+    Args:
+        around: entered around each outermost call.
+
     Attributes:
         count: calls of `checkpoint` that run, one inside the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext) -> None:
         self.count = 0
+        self._around = around
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Enter this around what a checkpoint runs."""
         self.count += 1
         try:
-            yield
+            with self._around() if self.count == 1 else contextlib.nullcontext():
+                yield
         finally:
             self.count -= 1

@@ -63,6 +63,7 @@ class Run:
         sizes: of the tensors and lists that it has returned and logged.
         repeatable: units that return the same when they are called again after the step.
         first_draw: how many units had begun when glue drew random numbers first; None if it has not.
+        checkpointed: state that checkpointed regions around units change, as the user would write it.
     """
 
     samples: int
@@ -87,6 +88,7 @@ class Run:
     sizes: Mapping[Place, tuple[int, ...]]
     repeatable: frozenset[int] = frozenset()
     first_draw: int | None = None
+    checkpointed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ class UnitRecorder:
             numbers=numbers_said(play.output, play.recording.calls),
             sizes=sizes_said(play.output, play.recording.calls, play.recording.results),
             first_draw=follower.first_draw,
+            checkpointed=units.checkpointed.names,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))
 

@@ -26,6 +26,7 @@ from lightning_pipe.capture.recording.units import KeptChange, Sources
 from lightning_pipe.capture.steps.batch import flatten
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.stage_program import memory_order
+from lightning_pipe.capture.steps.step_state import CheckpointedChanges
 from lightning_pipe.capture.steps.trees import mapped
 from lightning_pipe.capture.torch_private import has_global_hooks, has_hooks_on_saved_tensors, has_storage
 from lightning_pipe.lightning_names import pl
@@ -94,6 +95,7 @@ class UnitCalls:
         follower: knows what tensors are made of.
         seen: what was seen of the units, in the order of their calls.
         checkpoints: knows whether a checkpoint runs, outside of units.
+        checkpointed: what it changes.
         writers: of each place that has changed: the units inside which it has; None where glue has changed it.
         untouched: tensors that glue has not made.
         made_outputs: nodes of autograd's graph that made what units returned.
@@ -113,7 +115,8 @@ class UnitCalls:
         self.follower = Follower(module)
         self.seen: list[Seen] = []
         self._calls: dict[int, _Call] = {}  # of units that keep something for a backward
-        self.checkpoints = CheckpointDepth()
+        self.checkpointed = CheckpointedChanges(module)
+        self.checkpoints = CheckpointDepth(self.checkpointed.noted)
         self.made_outputs: set[Any] = set()
         self.untouched = Untouched()
 

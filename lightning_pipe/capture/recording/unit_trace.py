@@ -41,6 +41,7 @@ from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hook
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
 from lightning_pipe.capture.steps.numbers import proportional, rows_said
+from lightning_pipe.capture.steps.step_state import warn_of_checkpointed
 from lightning_pipe.errors import CaptureError
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         nonlinear = "" if not others or request.whole_batch == "by_microbatch" else runner.nonlinear(steady)
         steady.restore()
         in_python = drawn()
+    warn_of_checkpointed(request.method, run.checkpointed)
     whole = _why_whole(request.module, trace.units, (run, *others), in_head=bool(head)) if others else ""
     if nonlinear:
         whole = (

@@ -30,7 +30,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording, recording
 from lightning_pipe.capture.steps.hazards import Observer, SizeDependentError, at, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import is_result, with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
-from lightning_pipe.capture.steps.step_state import DataWriter, StepState
+from lightning_pipe.capture.steps.step_state import CheckpointedChanges, DataWriter, StepState
 from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
 from lightning_pipe.capture.tracked.tracked_number import tracked, tracking_mathematics
@@ -57,6 +57,7 @@ class StepFunction(nn.Module):
         identity: writes down the first run; None where nobody asks.
         identified: called with it when that run has ended.
         has_python_backward: whether Python ran in a backward.
+        checkpointed: what checkpointed regions change.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepFunction(nn.Module):
         self.reads = Reads(module, _refuse_read)
         self.numbers = NumberGuards()
         self.state = StepState(module, self.reads)
+        self.checkpointed = CheckpointedChanges(module)
         self.has_loss = False
         self.observers: list[Observer] = []
         self.recordings: list[StepRecording] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,8 +32,9 @@ from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, is_result
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told
+from lightning_pipe.capture.torch_private import version_of
 from lightning_pipe.errors import CaptureError, ChangedStateError
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 
 _MOST_ELEMENTS = 2**18  # of a tensor that every rank keeps after every batch; what is larger stays where it is made
 
@@ -77,7 +78,7 @@ class StepState:
         """
         state = ModuleState(self.module)
         try:
-            with kept_collections(state.slots) as collections:
+            with kept_collections(state.slots, shared=state.shared) as collections:
                 yield
                 for slot, collection in collections:
                     self._note_collection(slot, collection)
@@ -200,6 +201,11 @@ class ModuleState:
         self._known = {slot.place for slot in self.slots}
         self._snapshot = Snapshot(self.slots, tree=module, copies=copies)
 
+    @property
+    def shared(self) -> Set[int]:
+        """Return the identities of objects that several places have."""
+        return self._snapshot.shared
+
     def changes(self) -> Iterator[StateChange]:
         """Yield every place that is not what it was, new attributes among them."""
         yield from self._snapshot.changes()
@@ -263,3 +269,60 @@ def state_put_back(module: pl.LightningModule) -> Iterator[ModuleState]:
         yield state
     finally:
         state.restore()
+
+
+class CheckpointedChanges:
+    """State that a region under `torch.utils.checkpoint` changes: the backward of one device changes it once more.
+
+    A captured step runs such a region once, so that a BatchNorm inside counts each batch once.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._names: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what the region that runs inside changes; nothing where it will not run again."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        buffers, state = self._buffers(), Snapshot(attribute_slots(self._module), tree=self._module)
+        yield
+        now = self._buffers()
+        owners = (f"self.{name}".rpartition(".")[0] for name in now if buffers.get(name) != now[name])
+        self._names |= {f"buffers of {owner}": None for owner in owners}  # kernels write to some of them unseen
+        self._names |= {change.slot.name: None for change in state.changes() if _accumulates(change)}
+
+    def _buffers(self) -> dict[str, Any]:
+        known = self._module.named_buffers()
+        return {name: (id(tensor), version_of(tensor)) for name, tensor in known if not tensor.is_inference()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what has changed, as the user would write it."""
+        return (*self._names,)
+
+
+def warn_of_checkpointed(method: str, names: tuple[str, ...]) -> None:
+    """Warn of state that checkpointed regions change.
+
+    Args:
+        method: of the module, such as `training_step`.
+        names: of the state, as the user would write it.
+    """
+    if names:
+        others = f" and {len(names) - 3} others" if len(names) > 3 else ""
+        rank_zero_warn(
+            f"{method} changes {', '.join(names[:3])}{others} under torch.utils.checkpoint. One device runs that "
+            "region again in the backward, which changes it once more; a captured step runs it once. Change it outside "
+            "of the region to have the same everywhere."
+        )
+
+
+def _accumulates(change: StateChange) -> bool:
+    """Return whether a second run makes another difference than the first: it counts, or adds to a collection."""
+    return change.is_content or all(type(value) in (int, float) for value in (change.before, change.now))
