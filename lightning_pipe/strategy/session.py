@@ -48,7 +48,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.gradients.step_in_parts import can_step_in_parts
 from lightning_pipe.strategy.gradients.unsummed import sum_gradients
 from lightning_pipe.strategy.loading.ahead import AheadBatch, AheadBatches, batches_left, copied, steps_before
-from lightning_pipe.strategy.loading.asked_early import AskedEarly
+from lightning_pipe.strategy.loading.asked_early import AskedEarly, EarlyCall
 from lightning_pipe.strategy.loading.batch_loading import Awaited, Feed
 from lightning_pipe.strategy.loading.first_batch import early_loaders, forget_loaders, look_where_iterated, peek
 from lightning_pipe.strategy.loading.left_by_hooks import LeftByHooks, LeftForTurn
@@ -129,6 +129,7 @@ class Session:
         self._loss_scale = LossScale(plugin, links.control)
         self._limit = contextlib.ExitStack()
         self._is_early = False  # whether the plan has to wait for the first training batch
+        self._early_call: EarlyCall | None = None  # of train_dataloader
         self._is_accumulating = False  # whether gradients of more batches are to come before the optimizer steps
         self._clippers: list[Clipper] = []
         self._waits_told: set[str] = set()
@@ -352,15 +353,25 @@ class Session:
             self._wait_for_hooks("train_dataloader", error)
             return True
 
-        with early_loaders(trainer, self._feed, self._links.control, device=self._device, waits=waits) as loaders:
+        self._early_call = call = EarlyCall(trainer)
+        feed, control = self._feed, self._links.control
+        with early_loaders(trainer, feed, control, device=self._device, call=call, waits=waits) as loaders:
             if loaders is not None and trainer.fit_loop.max_batches:
                 self._plan_for_first(loaders)
 
     def begin_loaders(self, asked: AskedEarly) -> None:
         """Open the loaders of the fit, or let it ask for others if what they were made of has changed; on all ranks."""
-        changed = self._links.control.agreed(asked.changed, source=0, what="whether loaders are asked for again")
+        call = self._early_call
+        assert call is not None, "loaders were asked for before"
+
+        def changes() -> tuple[str, ...]:
+            return (*asked.changed(), *call.changed())
+
+        changed = self._links.control.agreed(changes, source=0, what="whether loaders are asked for again")
         if changed:
             forget_loaders(self._module.trainer, self._feed, changed=changed)
+        else:
+            call.redo()
         private.forget_loader_states(self._module.trainer)
         self._feed.begin_early()
 

@@ -323,3 +323,64 @@ def set_late(way: str, options: dict[str, Any] | None) -> tuple[Any, ...]:
 def test_what_loaders_are_made_of_may_be_set_before_the_fit_begins(way: str, options: dict[str, Any]) -> None:
     """Loaders are asked for earlier, to plan for the first batch, and kept what they were made of."""
     assert_as_on_one_device(set_late, way, options)
+
+
+SHARED = np.random.default_rng(11)
+
+
+def drawn_rows(counts: list[int]) -> Any:
+    """Return rows that a generator of this file chooses, and count the call in a list of the caller's."""
+    counts.append(len(counts))
+    return SHARED.permutation(20)[:8]
+
+
+class Advances(Small):
+    """Making loaders for training or validation advances generators and counters that both share."""
+
+    data = None
+    asked = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        global SHARED
+        SHARED, Advances.asked = np.random.default_rng(11), 0
+        self.numpys, self.torchs, self.pythons = np.random.default_rng(1), torch.Generator(), random.Random(1)
+        self.calls, self.counts, self.table = 0, [], {"all": {}}
+
+    def made(self, method: str) -> DataLoader[Any]:
+        self.calls += 1
+        Advances.asked += 1
+        self.table["all"][method] = self.calls
+        rows = [*drawn_rows(self.counts), *self.numpys.permutation(20)[:4], self.pythons.randrange(20)]
+        rows += torch.randperm(20, generator=self.torchs)[: 3 + self.calls].tolist()
+        self.rows = rows
+        self.noted.append(
+            [method, self.calls, Advances.asked, *self.table["all"].items(), *self.counts, *map(int, rows)]
+        )
+        return DataLoader([samples()[int(row)] for row in rows], 4)
+
+    def on_fit_start(self) -> None:
+        self.noted.append([self.calls, hasattr(self, "rows"), len(self.counts), *self.table["all"]])
+
+    def train_dataloader(self) -> Any:
+        return self.made("train")
+
+
+class AdvancesInValidation(Advances):
+    """Validation comes first."""
+
+    def val_dataloader(self) -> Any:
+        return self.made("validate")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch))
+
+
+@pytest.mark.parametrize("kind", [Advances, AdvancesInValidation])
+def test_a_loader_that_is_made_for_the_plan_leaves_no_trace(kind: type[Advances]) -> None:
+    """The next loader was made of what the first call had left."""
+    losses, noted, metrics, parameters = run(kind, None)
+    found = run(kind, {"layout": "1", "microbatches": 2})
+    assert found[1] == noted
+    assert found[0] == pytest.approx(losses, rel=1e-9) and found[2] == pytest.approx(metrics, rel=1e-6)
+    torch.testing.assert_close(found[3], parameters, rtol=1e-9, atol=1e-9)

@@ -2,6 +2,7 @@
 
 A plan needs the first batch, so `train_dataloader` is called before `on_fit_start` and the sanity check. If one of
 these changes what the hook reads (`self.batch_size = 2`), or a limit of the trainer, the fit asks again when it begins.
+What the call itself changes is not there until then (`EarlyCall`).
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_pipe.capture.python.users_code import names_in
+from lightning_pipe.capture.python.users_code import Code, names_in, reached
 from lightning_pipe.capture.recording.replay_state import same_content
 from lightning_pipe.lightning_names import pl
-from lightning_pipe.strategy.loading.untouched_data import attributes_noted
+from lightning_pipe.strategy.loading.untouched_data import NotedAttributes
 
 _MOST = 1 << 20  # elements, or rows, that are looked through
 _HOOK = "train_dataloader"
@@ -53,27 +53,66 @@ class AskedEarly:
         return found
 
 
-def noted_for_asking(trainer: pl.Trainer) -> Callable[[], None]:
-    """Note what `train_dataloader` may change; return what puts that back."""
-    known: Any = trainer
-    owners = [owner for owner in (known.lightning_module, known.datamodule) if owner is not None]
-    actions = [attributes_noted(owner, _read_by(owner, _HOOK)) for owner in owners]
+class EarlyCall:
+    """What a call of `train_dataloader` changes, which is put by until the fit would call it.
 
-    def put_back() -> None:
-        for action in actions:
-            action()
+    Hooks and the loaders of the sanity check come first on one device, and must not see it. If nothing that the call
+    has changed is another thing then, its loaders are what a call would make, and the changes are made again.
 
-    return put_back
+    Args:
+        trainer: of a fit, before the call.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._before = self._noted()
+        self._after: list[NotedAttributes] = []
+
+    def _noted(self) -> list[NotedAttributes]:
+        known: Any = self._trainer
+        owners = [owner for owner in (known.lightning_module, known.datamodule) if owner is not None]
+        return [NotedAttributes(owner, _read_by(owner, _HOOK), _codes_of(owner, _HOOK)) for owner in owners]
+
+    def put_back(self) -> None:
+        """Undo what the call has changed."""
+        for noted in self._before:
+            noted.restore()
+
+    def put_by(self) -> None:
+        """Undo what the call has changed, until `redo`."""
+        if not self._is_undone():
+            self._after = self._noted()
+            self.put_back()
+
+    def changed(self) -> tuple[str, ...]:
+        """Name what somebody else has changed since, if the call changes it too."""
+        return ("what train_dataloader changes",) if self._after and not self._is_undone() else ()
+
+    def redo(self) -> None:
+        """Make the changes that were put by."""
+        for noted in self._after:
+            noted.restore()
+
+    def _is_undone(self) -> bool:
+        return all(noted.is_same() for noted in self._before)
+
+
+def _codes_of(owner: Any, method: str) -> list[Code]:
+    """Return the code of a method, and of other methods of its class that it names."""
+    names = _read_by(owner, method) | {method}
+    functions = (inspect.unwrap(f) for name in names if callable(f := getattr(type(owner), name, None)))
+    return [(f.__code__, f.__globals__) for f in functions if isinstance(f, types.FunctionType)]
 
 
 def _read_by(owner: Any, method: str) -> set[str]:
-    """Return the names in a method, and in other methods of its class that it names."""
+    """Return the names in a method, in other methods of its class that it names, and in functions that these name."""
     read, pending = set[str](), [method]
     while pending:
         function = getattr(type(owner), pending.pop(), None)
         function = inspect.unwrap(function) if callable(function) else function  # of torch.no_grad, say
         if isinstance(function, types.FunctionType):
-            named = {*names_in(function.__code__)} - read
+            codes = reached([(function.__code__, function.__globals__)])
+            named = {name for code, _ in codes for name in names_in(code)} - read
             pending += named
             read |= named
     return read

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from lightning_pipe.capture.steps.keyed_random import Randomness
 from lightning_pipe.lightning_names import CombinedLoader, isolate_rng, pl, rank_zero_warn
 from lightning_pipe.strategy import lightning_private as private
-from lightning_pipe.strategy.loading.asked_early import noted_for_asking
+from lightning_pipe.strategy.loading.asked_early import EarlyCall
 from lightning_pipe.strategy.loading.batch_loading import FedLoader, Feed
 from lightning_pipe.strategy.loading.untouched_data import can_be_put_back, untouched_data
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -42,36 +42,43 @@ def early_loaders(
     control: ControlPlane,
     *,
     device: torch.device,
+    call: EarlyCall,
     waits: Callable[[Exception], bool],
 ) -> Iterator[CombinedLoader | None]:
     """Ask for the loaders of a fit before it begins; the feed holds them back. On all ranks together.
 
-    They are opened when the fit begins, where a checkpoint says that it is resumed. If hooks draw random numbers to
-    make them (a split of the data), the fit asks for them again, with the random state that one device would have
-    then, and what they have changed is put back.
+    They are opened when the fit begins, where a checkpoint says that it is resumed. What hooks change to make them is
+    put by until then. If they draw random numbers (a split of the data), the fit asks for them again, with the random
+    state that one device would have then.
 
     Args:
         trainer: of the fit.
         feed: of its loaders.
         control: to the other ranks.
         device: whose random numbers count.
+        call: of the hook that makes them, which comes now.
         waits: whether the fit is to ask when it begins, as asking ends in this error now; else that is raised.
     """
-    before, put_back = Randomness.now(device), noted_for_asking(trainer)
+    before = Randomness.now(device)
     with private.progress_of_checkpoint(trainer):
         try:
             loaders = private.train_loaders(trainer)
         except Exception as error:
             if not waits(error):
                 raise
+            call.put_back()
             feed.forget_early()
             private.forget_train_loaders(trainer)
             yield None
             return
         is_drawn = control.agreed(lambda: Randomness.now(device) != before, source=0, what="how loaders are made")
         yield loaders
-    if is_drawn and loaders is not None and _can_all_be_asked(loaders):
-        put_back()
+    if loaders is None or not _can_all_be_asked(loaders):
+        return
+    if not is_drawn:
+        call.put_by()
+    else:
+        call.put_back()
         before.restore(device)
         feed.forget_early()
         private.forget_train_loaders(trainer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set, Sized
+from collections.abc import Iterable, Iterator, Set, Sized
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_pipe.capture.python.inner_states import generator_state, set_state, state_of
-from lightning_pipe.capture.python.places import HOLDERS, SCALARS, Cells, ClassAttributes, Place, held_by
-from lightning_pipe.capture.python.snapshot_parts import DictContent, ListContent
+from lightning_pipe.capture.python.places import ABSENT, HOLDERS, SCALARS, Cells, ClassAttributes, Place, held_by, same
+from lightning_pipe.capture.python.snapshot_parts import DictContent, InnerContent, ListContent
 from lightning_pipe.capture.python.state_slots import global_slots
 from lightning_pipe.capture.python.users_code import Code, functions_of, is_users, reached
 from lightning_pipe.lightning_names import pl
@@ -40,8 +40,7 @@ def untouched_data(loader: DataLoader[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for put_back in noted.actions:
-            put_back()
+        noted.restore()
 
 
 def can_be_put_back(loader: DataLoader[Any]) -> bool:
@@ -49,33 +48,51 @@ def can_be_put_back(loader: DataLoader[Any]) -> bool:
     return _noted(loader).is_complete
 
 
-def attributes_noted(owner: Any, names: Set[str]) -> Callable[[], None]:
-    """Note some attributes of a module or data module, and what these hold; return what puts it back.
+class NotedAttributes:
+    """Some attributes of a module or data module, what these hold, and what the code of its methods names.
 
-    Sub-modules are left out. Of a large collection its entries are put back, and not what they hold.
+    Sub-modules are left out. Of a large collection its entries count, and not what they hold.
+
+    Args:
+        owner: the module or data module.
+        names: of the attributes.
+        functions: the code that may change them, whose globals count too.
     """
-    own = {name: value for name, value in vars(owner).items() if name in names}
-    noted = _Noted(skipped=nn.Module, enters_large=False)
-    noted.enter(own.values(), holds_samples=False)
 
-    def put_back() -> None:
-        for action in noted.actions:
-            action()
-        for name in names & {*vars(owner)}:
-            if name not in own:
-                delattr(owner, name)
-        for name, value in own.items():
-            if vars(owner).get(name) is not value:
-                setattr(owner, name, value)
+    def __init__(self, owner: Any, names: Set[str], functions: Iterable[Code]) -> None:
+        self._owner, self._names = owner, names
+        self._values = self._now()
+        self._noted = _Noted(skipped=nn.Module, enters_large=False)
+        self._noted.enter([value for value in self._values.values() if value is not ABSENT], holds_samples=False)
+        self._noted.enter_classes(type(owner))
+        self._noted.enter_globals(functions)
 
-    return put_back
+    def _now(self) -> dict[str, Any]:
+        return {name: vars(self._owner).get(name, ABSENT) for name in sorted(self._names)}
+
+    def is_same(self) -> bool:
+        """Return whether all is as it was noted."""
+        now = self._now()
+        return all(same(now[name], value) for name, value in self._values.items()) and self._noted.is_same()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._noted.restore()
+        now = self._now()
+        for name, value in self._values.items():
+            if now[name] is value:
+                continue
+            if value is ABSENT:
+                delattr(self._owner, name)
+            else:
+                setattr(self._owner, name, value)
 
 
 def _noted(loader: DataLoader[Any]) -> _Noted:
     noted = _Noted()
     noted.enter((loader.dataset, loader.collate_fn, loader.generator), holds_samples=True)
     noted.enter((loader.sampler, loader.batch_sampler), holds_samples=False)
-    noted.enter_globals()
+    noted.enter_globals(())
     return noted
 
 
@@ -87,16 +104,24 @@ class _Noted:
         enters_large: whether entries of large collections count, too.
 
     Attributes:
-        actions: put them back.
-        is_complete: whether they put back all that was entered and holds no samples.
+        is_complete: whether all that was entered and holds no samples can be put back.
     """
 
     def __init__(self, skipped: type | tuple[()] = (), *, enters_large: bool = True) -> None:
-        self.actions: list[Callable[[], object]] = []
+        self._parts: list[DictContent | ListContent | InnerContent | _SlotContent] = []
         self._skipped, self._enters_large = skipped, enters_large
         self.is_complete = True
         self._seen: dict[int, Any] = {}
         self._codes: list[Code] = []
+
+    def is_same(self) -> bool:
+        """Return whether all objects are as they were."""
+        return all(part.is_same() for part in self._parts)
+
+    def restore(self) -> None:
+        """Put all objects back."""
+        for part in self._parts:
+            part.restore()
 
     def enter(self, values: Iterable[Any], *, holds_samples: bool) -> None:
         """Note these objects and what they hold."""
@@ -113,30 +138,35 @@ class _Noted:
                 if not holds_samples:
                     self._copy(value)
             elif (generator := generator_state(value)) is not None:
-                read, write = generator
-                self.actions.append(partial(write, read()))
+                self._parts.append(InnerContent(_NOWHERE, *generator))
             elif isinstance(value, Iterator):
                 self.is_complete &= holds_samples
             else:
-                for part in self._parts(value, holds_samples=holds_samples):
-                    self.actions.append(part.restore)
+                for part in self._parts_of(value, holds_samples=holds_samples):
+                    self._parts.append(part)
                     if self._enters_large or not (isinstance(value, Sized) and len(value) > _MOST_ENTRIES):
                         waiting.extend(slot.read() for slot in part.slots())
 
-    def enter_globals(self) -> None:
-        """Note the globals that the code of the objects names."""
-        for slot in list(global_slots(reached(self._codes))):
+    def enter_classes(self, cls: type) -> None:
+        """Note the attributes of a user's class, and of those that it inherits from."""
+        for part in self._class_parts(cls):
+            self._parts.append(part)
+            self.enter((slot.read() for slot in part.slots()), holds_samples=False)
+
+    def enter_globals(self, functions: Iterable[Code]) -> None:
+        """Note the globals that the code of the objects, and of some functions, names."""
+        for slot in list(global_slots(reached([*self._codes, *functions]))):
             value = slot.read()
-            self.actions.append(partial(_put_back, slot, value))
+            self._parts.append(_SlotContent(slot, value))
             self.enter([value], holds_samples=True)
 
     def _copy(self, value: torch.Tensor | np.ndarray[Any, Any]) -> None:
         if value.nbytes <= _MOST_BYTES:
-            self.actions.append(partial(set_state, value, state_of(value)))
+            self._parts.append(InnerContent(_NOWHERE, partial(state_of, value), partial(set_state, value)))
         else:
             self.is_complete = False
 
-    def _parts(self, value: Any, *, holds_samples: bool) -> Iterator[DictContent | ListContent]:
+    def _parts_of(self, value: Any, *, holds_samples: bool) -> Iterator[DictContent | ListContent]:
         """Yield what is to be put back of an object."""
         if isinstance(value, (dict, list, deque, set, tuple, frozenset)):
             if holds_samples and len(value) > _MOST_ENTRIES:
@@ -151,15 +181,29 @@ class _Noted:
             yield DictContent(Cells(value), _NOWHERE)
         elif isinstance(value, tuple(HOLDERS)):
             yield DictContent(held_by(value), _NOWHERE)
-        for cls in filter(is_users, type(value).__mro__):
+        yield from self._class_parts(type(value))
+        if isinstance(attributes := getattr(value, "__dict__", None), dict):
+            yield DictContent(attributes, _NOWHERE, kind="attribute")
+
+    def _class_parts(self, kind: type) -> Iterator[DictContent]:
+        for cls in filter(is_users, kind.__mro__):
             self._codes.extend((f.__code__, f.__globals__) for f in functions_of(cls))
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
                 yield DictContent(ClassAttributes(cls), _NOWHERE, kind="attribute")
-        if isinstance(attributes := getattr(value, "__dict__", None), dict):
-            yield DictContent(attributes, _NOWHERE, kind="attribute")
 
 
-def _put_back(slot: Place, value: Any) -> None:
-    if slot.read() is not value:
-        slot.write(value)
+class _SlotContent:
+    """What a place had."""
+
+    def __init__(self, slot: Place, value: Any) -> None:
+        self._slot, self._value = slot, value
+
+    def is_same(self) -> bool:
+        """Return whether the place has it."""
+        return same(self._slot.read(), self._value)
+
+    def restore(self) -> None:
+        """Put it back."""
+        if self._slot.read() is not self._value:
+            self._slot.write(self._value)
