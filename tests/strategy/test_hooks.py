@@ -208,6 +208,14 @@ class ModuleHooked(Net):
         self.net[4].register_full_backward_pre_hook(lambda module, made: (made[0].clamp(-0.01, 0.01),))
 
 
+class ModuleWatched(Net):
+    """A backward hook that only looks: batches need not be whole for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_full_backward_hook(lambda module, given, made: None)
+
+
 class TensorHooked(Net):
     """The step registers a hook on what its sub-modules compute."""
 
@@ -228,7 +236,7 @@ class Gathering(Net):
         self.noted.append(float(self.all_gather(outputs["loss"]).mean()))
 
 
-KINDS |= {"module hooks": ModuleHooked, "tensor hooks": TensorHooked, "gathering": Gathering}
+KINDS |= {"module hooks": ModuleHooked, "watching": ModuleWatched, "tensor hooks": TensorHooked, "gathering": Gathering}
 
 
 @pytest.mark.sampled(every=2)
@@ -370,7 +378,7 @@ def warned(kind: str, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("module hooks", "The hook on the backward of net.0 runs once for each micro-batch"),
+        ("watching", "The hook on the backward of net.0 runs once for each micro-batch"),
         ("zeroing", "on_before_zero_grad is called before the forward"),
         ("measuring", "trainer.strategy.grad_norm() is the norm of all"),
     ],

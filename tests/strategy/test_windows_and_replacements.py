@@ -214,3 +214,25 @@ def test_what_has_no_parameters_may_be_replaced() -> None:
     losses, _, _ = fit(ReplacesActivation, None, {})
     for found in World(2).run(fit, ReplacesActivation, {"layout": "1-1", "microbatches": 2}, {}):
         assert found[0] == pytest.approx(losses, rel=ROUNDING)
+
+
+class ZeroesGradients(Net):
+    """A step that begins as one of a plain loop does."""
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        self.zero_grad()
+        self.optimizers().zero_grad()
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("capture", ["joint", "replay"])
+def test_a_step_may_zero_gradients_where_none_are_gathered(capture: str) -> None:
+    losses, _, _ = fit(ZeroesGradients, None, {})
+    options = {"layout": "1-1", "microbatches": 2, "capture": capture}
+    for found in World(2).run(fit, ZeroesGradients, options, {}):
+        assert found[0] == pytest.approx(losses, rel=ROUNDING)
+
+
+def test_a_step_that_zeroes_the_gradients_of_a_window_is_refused() -> None:
+    for found in World(2).results(fit, ZeroesGradients, {"layout": "1-1"}, {"accumulate_grad_batches": 2}):
+        assert isinstance(found, Raised) and "the gradient of a parameter" in found.text, found

@@ -168,7 +168,7 @@ class Reads:
             if is_library(code.co_filename):
                 return others
             codes.setdefault(code, frame.f_globals)
-            if not is_installed(code.co_filename):
+            if not is_installed(frame.f_globals.get("__file__") or code.co_filename):  # dataclasses generate code
                 answered.note(frame.f_globals)
             for function in _of_backward(frame):  # on an accelerator a thread runs it that nobody follows
                 codes.setdefault(function.__code__, function.__globals__)

@@ -111,8 +111,11 @@ class DictContent:
     @property
     def empty(self) -> dict[Any, Any] | None:
         """Return the dict if it was empty, so that it is as it was while it is false; None if that does not tell."""
-        is_plain = type(self._container) in (dict, OrderedDict) and not self._hidden
-        return self._container if is_plain and not self.content else None
+        container = self._container
+        if isinstance(container, Attributes) and type(container.owner) is OrderedDict:
+            container = vars(container.owner)  # which a table of hooks has, and nobody replaces
+        is_plain = type(container) in (dict, OrderedDict) and not self._hidden
+        return container if is_plain and not self.content else None
 
     def is_same(self) -> bool:
         """Return whether the content is what it was."""

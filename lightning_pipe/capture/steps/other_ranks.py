@@ -31,7 +31,7 @@ from lightning_pipe.capture.python.users_code import LIGHTNING, is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import answered_alone, answered_collectives, answered_uninitialized
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import ClusterEnvironment, rank_zero_only
+from lightning_pipe.lightning_names import ClusterEnvironment, pl, rank_zero_only
 
 _IS_INSIDE = ContextVar("inside a step", default=False)
 _INSTEAD = (
@@ -110,10 +110,11 @@ def refuse_in_step(name: str) -> None:
 def no_training_state(module: nn.Module) -> Iterator[None]:
     """Refuse uses of gradients of parameters and of optimizer state by this thread; for every run of a module's step.
 
-    While a step is traced, tensors of other types hang in the places of parameters.
+    While a step is traced, tensors of other types hang in the places of parameters. Zeroing does nothing where no
+    gradients are gathered over batches: Lightning zeroes them behind the step.
     """
     gradient: Any = torch.Tensor.grad
-    thread = get_ident()
+    thread, gathers = get_ident(), _gathers_gradients(getattr(module, "_trainer", None))
 
     def check(tensor: torch.Tensor, what: str) -> None:
         if get_ident() != thread or not _is_for_user(sys._getframe(2)):
@@ -122,6 +123,9 @@ def no_training_state(module: nn.Module) -> Iterator[None]:
             _refuse(f"{what} the gradient of a parameter, which the batch before has left,", skip=3)
 
     def read_gradient(tensor: torch.Tensor) -> Any:
+        asking = sys._getframe(1).f_code
+        if not gathers and asking.co_name == "zero_grad" and is_library(asking.co_filename) and get_ident() == thread:
+            return None
         check(tensor, "reads")
         return gradient.__get__(tensor)
 
@@ -143,6 +147,13 @@ def no_training_state(module: nn.Module) -> Iterator[None]:
         mock.patch.object(torch.optim.Optimizer, "state", property(read_state), create=True),
     ):
         yield
+
+
+def _gathers_gradients(trainer: Any) -> bool:
+    """Return whether gradients of several batches may be added before an optimizer steps, as far as that is known."""
+    if trainer is None or trainer.accumulate_grad_batches != 1:
+        return True
+    return any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer.callbacks)
 
 
 def _is_for_user(asking: types.FrameType) -> bool:
