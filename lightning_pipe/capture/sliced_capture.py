@@ -112,17 +112,17 @@ def capture_step(request: Request) -> Capture:
     uncut = request.uncut
     with without_collection():
         if request.samples is not None and request.total and not uncut:
+            takes_own = request.method == "training_step"
             try:
                 found = _sliced(replace(request, samples=request.total), request.samples)
             except BrokenRouteError as fault:
-                found = str(fault)
-                log.warning("%s is not cut into micro-batches: %s.", request.method, fault)
-                uncut = found
+                found, takes_own = str(fault), False
             if not isinstance(found, str):
                 return found
-            if request.method == "training_step" and not uncut:
+            if takes_own:
                 _warn(found, request)
             else:
+                log.warning("%s is not cut into micro-batches: %s.", request.method, found)
                 uncut = found
         if uncut and request.samples is not None:
             return captured_by_microbatch(replace(request, samples=request.total, uncut=uncut)).left_whole(uncut)

@@ -232,3 +232,49 @@ def test_an_evaluation_step_that_no_route_can_hold_runs_as_on_one_device(layout:
         assert result[0] == found
         assert result[1] == pytest.approx(metrics, rel=1e-9)
         assert result[2] == pytest.approx(sums, rel=1e-9)
+
+
+_CALLS: list[int] = []
+
+
+@torch.library.custom_op("lightning_pipe_test::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    _CALLS.append(len(x))
+    return x * 2
+
+
+@counted.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class CallsUnknown(pl.LightningModule):
+    """Layers with operators between them of which nothing is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)).double()
+
+    def predict_step(self, batch, batch_idx):
+        x = batch[0]
+        for layer in self.layers:
+            x = counted(torch.tanh(layer(x)))
+        return x
+
+
+def predicted(options: dict[str, Any] | None) -> tuple[list[torch.Tensor], int]:
+    """Return predictions, and how often this rank has run the operator; a worker function."""
+    torch.manual_seed(0)
+    module = CallsUnknown()
+    _CALLS.clear()
+    trainer = make_trainer("auto" if options is None else dapple(**options))
+    return trainer.predict(module, loader(12, 4)), len(_CALLS)
+
+
+def test_layers_behind_an_operator_without_a_rule_run_on_their_own_stages() -> None:
+    """Every rank ran the whole model for the whole batch."""
+    expected, calls = predicted(None)
+    results = World(2).run(predicted, {"layout": "1-1", "microbatches": 2})
+    for predictions, _ in results:
+        torch.testing.assert_close(predictions, expected)
+    assert sum(count for _, count in results) == calls
