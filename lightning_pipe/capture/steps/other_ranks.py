@@ -151,7 +151,7 @@ def no_training_state(module: nn.Module) -> Iterator[None]:
 
 def _gathers_gradients(trainer: Any) -> bool:
     """Return whether gradients of several batches may be added before an optimizer steps, as far as that is known."""
-    if trainer is None or trainer.accumulate_grad_batches != 1:
+    if not isinstance(trainer, pl.Trainer) or trainer.accumulate_grad_batches != 1:
         return True
     return any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer.callbacks)
 
