@@ -153,7 +153,8 @@ def _gathers_gradients(trainer: Any) -> bool:
     """Return whether gradients of several batches may be added before an optimizer steps, as far as that is known."""
     if not isinstance(trainer, pl.Trainer) or trainer.accumulate_grad_batches != 1:
         return True
-    return any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in trainer.callbacks)
+    callbacks: Any = vars(trainer)["callbacks"]  # undeclared
+    return any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in callbacks)
 
 
 def _is_for_user(asking: types.FrameType) -> bool:
