@@ -31,7 +31,7 @@ from lightning_pipe.capture.python.users_code import LIGHTNING, is_library
 from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.torch_private import answered_alone, answered_collectives, answered_uninitialized
 from lightning_pipe.errors import CaptureError
-from lightning_pipe.lightning_names import ClusterEnvironment, pl, rank_zero_only
+from lightning_pipe.lightning_names import ClusterEnvironment, callbacks_of, pl, rank_zero_only
 
 _IS_INSIDE = ContextVar("inside a step", default=False)
 _INSTEAD = (
@@ -153,8 +153,7 @@ def _gathers_gradients(trainer: Any) -> bool:
     """Return whether gradients of several batches may be added before an optimizer steps, as far as that is known."""
     if not isinstance(trainer, pl.Trainer) or trainer.accumulate_grad_batches != 1:
         return True
-    callbacks: Any = vars(trainer)["callbacks"]  # undeclared
-    return any(isinstance(callback, pl.callbacks.GradientAccumulationScheduler) for callback in callbacks)
+    return any(isinstance(one, pl.callbacks.GradientAccumulationScheduler) for one in callbacks_of(trainer))
 
 
 def _is_for_user(asking: types.FrameType) -> bool:
