@@ -39,7 +39,7 @@ class EagerReference:
         gradients: by canonical name; of parameters that got one.
         coarsest: the least exact floating type of all that forward computed.
         unmatched: "" if the same random numbers were drawn as by the captured step, else why not.
-        buffers: content of the buffers afterwards, by name.
+        buffers: content afterwards of the buffers that the captured step writes, by name.
         recording: what the step logged and returned.
     """
 
@@ -95,7 +95,9 @@ def run_plainly(
     for parameter in parameters.values():
         parameter.grad = None
     loss, coarsest = None if loss is None else loss.detach(), exactness.coarsest
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers(remove_duplicate=False)}
+    written = {*captured.writes, *(late.state for late in captured.late_values)}
+    named = module.named_buffers(remove_duplicate=False)
+    buffers = {name: buffer.detach().clone() for name, buffer in named if name in written}
     return EagerReference(loss, gradients, coarsest, unmatched(), buffers, recording)
 
 

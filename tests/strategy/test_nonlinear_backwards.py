@@ -26,24 +26,24 @@ class AddsAuxiliaryLoss(torch.autograd.Function):
         return gradient, torch.full(ctx.shape, 0.9, dtype=gradient.dtype)
 
 
-class Signs(torch.autograd.Function):
-    """Pass a tensor on, and give it signs of gradients."""
+class Passes(torch.autograd.Function):
+    """Pass a tensor on."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
+
+
+class Signs(Passes):
+    """Give a tensor the signs of its gradient."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.sign() / 10
 
 
-class Halves(torch.autograd.Function):
-    """Pass a tensor on, and give it half of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+class Halves(Passes):
+    """Give a tensor half of its gradient."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:

@@ -23,29 +23,28 @@ _SAMPLES = (7, 11, 12, 16, 24, 64)  # of a batch; the trace may hold for some of
 _MICROBATCH = 3  # samples; no divisor of the first two, which also differ from each other and their difference
 
 
-def misshapen(graph: fx.Graph, whole: JointGraph, *, symbol: sympy.Symbol, total: sympy.Symbol, samples: int) -> str:
+def misshapen(joint: JointGraph, whole: JointGraph) -> str:
     """Return the name of the first operation whose result has another shape than declared; "" if there is none.
 
     Args:
-        graph: of a micro-batch.
-        whole: the graph of the whole batch.
-        symbol, total: the samples of a micro-batch and of the batch, as they stand in sizes of `graph`.
-        samples: of the batch, in the trace.
+        joint: the graph of a micro-batch.
+        whole: the graph of the whole batch that it is cut out of.
     """
+    samples = joint.batch_samples
     fitting = (count for count in _SAMPLES if count != samples and not whole.fits(count))
     batch = samples if whole.symbol is None else next(fitting, samples)
-    traced = _Shapes({symbol: sympy.Integer(samples), total: sympy.Integer(samples)})  # a single micro-batch
-    others = _Shapes({symbol: sympy.Integer(min(_MICROBATCH, batch)), total: sympy.Integer(batch)})
-    return next(
-        (node.name for node in graph.nodes if not others.are_as_declared(node) and traced.are_as_declared(node)), ""
-    )
+    traced = _Shapes(joint, samples, samples)  # a single micro-batch
+    small = _Shapes(joint, min(_MICROBATCH, batch), batch)
+    nodes = joint.module.graph.nodes
+    return next((n.name for n in nodes if not small.are_as_declared(n) and traced.are_as_declared(n)), "")
 
 
 class _Shapes:
-    """Values without data, of the shapes that a graph declares at some numbers of samples."""
+    """Values without data, of the shapes that a graph declares for numbers of samples of a micro-batch and a batch."""
 
-    def __init__(self, numbers: dict[sympy.Basic, sympy.Integer]) -> None:
-        self._numbers, self._known = numbers, dict[sympy.Basic, Any]()
+    def __init__(self, joint: JointGraph, samples: int, batch_samples: int) -> None:
+        self._joint, self._samples, self._batch_samples = joint, samples, batch_samples
+        self._known: dict[sympy.Basic, Any] = {}
 
     def are_as_declared(self, node: fx.Node) -> bool:
         """Return whether an operation gives the declared shapes; also where that cannot be found out without data."""
@@ -85,8 +84,9 @@ class _Shapes:
             return size
         expression = size.node.expr
         if expression not in self._known:
-            value = expression.xreplace(self._numbers)
-            self._known[expression] = int(value) if value.is_integer else float(value)
+            value = self._joint.at(expression, self._samples, batch_samples=self._batch_samples)
+            is_truth = isinstance(size, torch.SymBool)
+            self._known[expression] = bool(value) if is_truth else int(value) if value.is_integer else float(value)
         return self._known[expression]
 
 

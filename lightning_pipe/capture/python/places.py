@@ -154,8 +154,8 @@ class _Absent:
 ABSENT = _Absent()
 
 
-class Attributes(MutableMapping[str, Any]):
-    """The attributes of an object in the `__dict__` that it has at the time, as it may be given another one."""
+class _AttributesOfOwner(MutableMapping[str, Any]):
+    """What `vars` of an object or a class has whenever it is looked at."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -163,39 +163,31 @@ class Attributes(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return vars(self.owner)[name]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self.owner))
+
+    def __len__(self) -> int:
+        return len(vars(self.owner))
+
+
+class Attributes(_AttributesOfOwner):
+    """The attributes of an object in the `__dict__` that it has at the time, as it may be given another one."""
+
     def __setitem__(self, name: str, value: Any) -> None:
         vars(self.owner)[name] = value
 
     def __delitem__(self, name: str) -> None:
         del vars(self.owner)[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self.owner))
 
-    def __len__(self) -> int:
-        return len(vars(self.owner))
-
-
-class ClassAttributes(MutableMapping[str, Any]):
+class ClassAttributes(_AttributesOfOwner):
     """The attributes of a class as a dict that can be written to."""
-
-    def __init__(self, owner: type) -> None:
-        self.owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self.owner)[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.owner, name, value)
 
     def __delitem__(self, name: str) -> None:
         delattr(self.owner, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self.owner))
-
-    def __len__(self) -> int:
-        return len(vars(self.owner))
 
 
 class Cells(MutableMapping[str, Any]):

@@ -189,12 +189,11 @@ class SlicedHead:
 
     def __init__(self, slicing: Slicing, build: MicrobatchGraph, written: Collection[str]) -> None:
         self._slicing, self._build = slicing, build
-        by_stages = {state: name for state, name in slicing.joint.mutations.items() if state in written}
-        repeated = classify(replace(slicing.joint, mutations=by_stages)).repeated
         self._sources: dict[fx.Node, fx.Node] = {}
         self._operations: list[fx.Node] = []
         pending = [build.nodes[output.source] for output in build.head_outputs]
         seen = {*pending}
+        repeated = self._repeated(written) if pending else frozenset[str]()
         while pending:
             node = pending.pop()
             given = build.for_head(node, repeated)
@@ -208,6 +207,12 @@ class SlicedHead:
                 seen.update(new)
                 pending += new
         self.inputs = [*self._sources.values()]
+
+    def _repeated(self, written: Collection[str]) -> frozenset[str]:
+        """Return the names of values that no stage makes, where stages write these buffers alone."""
+        joint = self._slicing.joint
+        by_stages = {state: name for state, name in joint.mutations.items() if state in written}
+        return classify(replace(joint, mutations=by_stages)).repeated
 
     def half(self, device: torch.device) -> Half | None:
         """Return the function; None if nothing needs all samples."""

@@ -173,8 +173,6 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     ]
     build.graph.output(tuple(outputs))
     values = _without_unused(build)
-    if name := misshapen(build.graph, whole, symbol=build.symbol, total=build.total, samples=total):
-        raise _MisshapenError(name)
     names = {old: after.names[new] for old, new in zip(joint.results, whole.results, strict=True)}
     loss_name = None if whole.loss is None else whole.loss if loss is None else loss.name
     names |= {joint.loss: loss_name} if joint.loss and loss_name else {}
@@ -198,6 +196,8 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
         batch_buffers=frozenset() if of_batch is None else frozenset(of_batch.buffers),
         conditions=(),
     )
+    if wrong := misshapen(cut, whole):
+        raise _MisshapenError(wrong)
     flow = _flow(cut, build, slicing, combine)
     return SlicedStep(cut, flow, after.late_values, of_batch, whole, tuple(after.by_parts), head.work)
 

@@ -76,8 +76,8 @@ def compared_reports(captured: Route, plain: EagerReference, run: CapturedRun, *
     if captured.plays is not None or torch.finfo(plain.coarsest).eps > _COARSE:
         return _none(plain)
     record, recording, batch = captured.record, plain.recording, run.batch
-    written = {*captured.writes, *(late.state for late in captured.late_values)} - {*captured.buffers_by_parts()}
-    pairs = [(f"the buffer {name}", run.buffers[name], plain.buffers[name]) for name in written & plain.buffers.keys()]
+    compared_buffers = plain.buffers.keys() - {*captured.buffers_by_parts()}
+    pairs = [(f"the buffer {name}", run.buffers[name], plain.buffers[name]) for name in compared_buffers]
     reported = reported_numbers(record.calls, record.returned, batch.get, samples)
     expected = reported_numbers(recording.calls, recording.returned, lambda name: recording.results[int(name)], samples)
     pairs += [(place, reported[place], expected[place]) for place in reported.keys() & expected.keys()]
