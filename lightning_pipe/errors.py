@@ -105,24 +105,28 @@ class UncapturedError(CaptureError):
 class BrokenRouteError(PipeError):
     """Report a captured step that cannot be made ready to run for a fault of this package; another route may run it."""
 
-    @classmethod
-    def of(cls, fault: Exception, what: str) -> BrokenRouteError:
-        """Build the report of a fault, with its place.
 
-        Args:
-            fault: what was raised.
-            what: what could not be made.
-        """
-        frames = traceback.extract_tb(fault.__traceback__)
-        place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-        return cls(f"{what} cannot be made ({type(fault).__name__}: {fault}{place}); please report this as a bug")
+@contextlib.contextmanager
+def faults_reported(what: str) -> Iterator[None]:
+    """Report what is raised inside as a fault of this package, unless it is the user's mistake or the machine's.
 
-    @staticmethod
-    def is_fault(error: Exception) -> bool:
-        """Return whether an error is a fault of this package, not the user's and not the machine's."""
-        return isinstance(error, ProgramError | BrokenRouteError) or not isinstance(
-            error, PipeError | OSError | MemoryError
-        )
+    Args:
+        what: what is made inside.
+
+    Raises:
+        BrokenRouteError: with the place of the fault.
+    """
+    try:
+        yield
+    except Exception as fault:
+        is_program = isinstance(fault, ProgramError)
+        if isinstance(fault, PipeError | OSError | MemoryError) and not is_program:
+            raise
+        place = traceback.extract_tb(fault.__traceback__)[-1]
+        raise BrokenRouteError(
+            f"{what} cannot be made ({type(fault).__name__}: {fault} at {place.filename}:{place.lineno} in "
+            f"{place.name}); please report this as a bug"
+        ) from fault
 
 
 class FewSamplesError(CaptureError):

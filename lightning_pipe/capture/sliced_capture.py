@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -26,10 +25,8 @@ from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, RandomKey
 from lightning_pipe.collection import without_collection
-from lightning_pipe.errors import BrokenRouteError, CaptureError
+from lightning_pipe.errors import BrokenRouteError, CaptureError, faults_reported
 from lightning_pipe.lightning_names import rank_zero_warn
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +119,7 @@ def capture_step(request: Request) -> Capture:
             if takes_own:
                 _warn(found, request)
             else:
-                log.warning("%s is not cut into micro-batches: %s.", request.method, found)
+                rank_zero_warn(f"{request.method} is not cut into micro-batches: {found}.")
                 uncut = found
         if uncut and request.samples is not None:
             return captured_by_microbatch(replace(request, samples=request.total, uncut=uncut)).left_whole(uncut)
@@ -150,12 +147,8 @@ def _cut(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | s
         BrokenRouteError: if it cannot be cut for a fault of this package.
     """
     refuse_held_state(joint, request)
-    try:
+    with faults_reported("its micro-batches"):
         return _cut_along_samples(joint, request, samples)
-    except Exception as fault:
-        if not BrokenRouteError.is_fault(fault):
-            raise
-        raise BrokenRouteError.of(fault, "its micro-batches") from fault
 
 
 def _cut_along_samples(joint: JointGraph, request: Request, samples: int) -> SlicedCapture | str:

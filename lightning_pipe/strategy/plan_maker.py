@@ -18,7 +18,7 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import BrokenRouteError, CaptureError, PlanError, UnsupportedError
+from lightning_pipe.errors import BrokenRouteError, CaptureError, PlanError, UnsupportedError, faults_reported
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
@@ -168,15 +168,14 @@ class PlanMaker:
                 problem = replace(problem, graph=replace(graph, coupled=tuple(node.name for node in graph.nodes)))
             try:
                 wanted = self._wanted(captured)
-                candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
+                with faults_reported("its plan"):
+                    candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
             except PlanError as error:
                 plays = captured.capture.plays
                 if graph.uncuttable and plays is not None and (kept := plays.kept):
                     method = captured.request.method
                     raise PlanError(f"{error} {method} keeps state for its next call: {kept}.") from error
                 raise
-            except Exception as error:
-                raise (BrokenRouteError.of(error, "its plan") if BrokenRouteError.is_fault(error) else error) from error
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")

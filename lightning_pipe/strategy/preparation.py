@@ -379,10 +379,10 @@ def next_route(captured: Captured, fault: PipeError, *, allowed: str) -> tuple[s
     route, method = captured.capture, captured.request.method
     is_cut = route.plays is None and not route.whole and captured.request.samples is not None
     if isinstance(fault, BrokenRouteError) and is_cut:
-        log.warning("%s is not cut into micro-batches: %s.", method, fault)
+        rank_zero_warn(f"{method} is not cut into micro-batches: {fault}.")
         return str(fault), ""
     if route.plays is None and allowed == "auto":
-        log.warning("%s is replayed: %s", method, fault)
+        rank_zero_warn(f"{method} is replayed: {fault}")
         return "", str(fault)
     if method != TRAINING:
         raise UncapturedError(str(fault)) from fault

@@ -17,7 +17,7 @@ from lightning_pipe.capture import Request, Route, canonical_names
 from lightning_pipe.capture.steps.stage_program import RandomKey, Split
 from lightning_pipe.capture.steps.step_function import NUMBERS
 from lightning_pipe.core.program import Layout, Pass, Samples
-from lightning_pipe.errors import BrokenRouteError, CaptureError, PipeError
+from lightning_pipe.errors import CaptureError, PipeError, faults_reported
 from lightning_pipe.once import OncePerObject
 from lightning_pipe.runtime.exchanges.batch_heads import BatchHeads
 from lightning_pipe.runtime.exchanges.slicing import Content, buffer_for, combine, from_tensor, packed, to_tensor
@@ -76,12 +76,8 @@ def run_captured(
     """
     key = replace(key, batch_samples=sum(sizes))
     module, loss = request.module, captured.record.loss
-    try:
+    with faults_reported("its stages"):
         stages, buffers = _whole(captured, request, sizes=sizes, training=loss is not None)
-    except Exception as fault:
-        if not BrokenRouteError.is_fault(fault):
-            raise
-        raise BrokenRouteError.of(fault, "its stages") from fault
     results: list[Mapping[str, Content]] = []
     is_sum = loss is not None and cut_up(captured).values[loss].combine == "sum"
     weights = [1.0 if is_sum else samples / sum(sizes) for samples in sizes]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_pipe.errors import BrokenRouteError, PipelineError
+from lightning_pipe.errors import BrokenRouteError, PipelineError, faults_reported
 from lightning_pipe.runtime.guard.failure import PAIR, TOGETHER
 from lightning_pipe.runtime.guard.watch import MismatchError
 from lightning_pipe.runtime.transport.protocol import Transport
@@ -98,16 +98,15 @@ class ControlPlane:
         Raises:
             BrokenRouteError: on every rank, if that fails on some rank for a fault of this package.
         """
-        fault: Exception | None = None
+        fault: BrokenRouteError | None = None
         try:
-            value = make()
-        except Exception as error:
-            if not BrokenRouteError.is_fault(error):
-                raise
+            with faults_reported(what):
+                value = make()
+        except BrokenRouteError as error:
             fault = error
         faults = self.sum(torch.tensor(float(fault is not None)), what=what)
         if fault is not None:
-            raise BrokenRouteError.of(fault, what) from fault
+            raise fault
         if faults:
             raise BrokenRouteError(f"{what} cannot be made on another rank")
         return value

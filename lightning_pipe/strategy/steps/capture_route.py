@@ -23,6 +23,7 @@ from lightning_pipe.errors import (
     FewSamplesError,
     PipeError,
     UncapturedError,
+    faults_reported,
 )
 
 log = logging.getLogger(__name__)
@@ -112,15 +113,10 @@ def _captured_settled(
 def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError | BrokenRouteError]:
     """Return a step as one graph, or why it is none."""
     try:
-        return capture_step(request), None
-    except CaptureError as refused:
+        with faults_reported("its graph"):
+            return capture_step(request), None
+    except (CaptureError, BrokenRouteError) as refused:
         return None, refused
-    except Exception as fault:
-        if not BrokenRouteError.is_fault(fault):
-            raise
-        report = BrokenRouteError.of(fault, "its graph")
-        report.__cause__ = fault
-        return None, report
 
 
 def _replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:
