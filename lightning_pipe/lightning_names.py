@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.seed import pl_worker_init_function
     from lightning.fabric.utilities.throughput import Throughput, get_available_flops
     from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import BasePredictionWriter, OnExceptionCheckpoint, ThroughputMonitor
+    from lightning.pytorch.callbacks import (
+        BasePredictionWriter,
+        Checkpoint,
+        EarlyStopping,
+        OnExceptionCheckpoint,
+        ThroughputMonitor,
+    )
     from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
     from lightning.pytorch.strategies import ParallelStrategy
@@ -33,7 +39,7 @@ else:
         "fabric.utilities.seed": "pl_worker_init_function",
         "fabric.utilities.throughput": "Throughput get_available_flops",
         "pytorch.accelerators": "Accelerator",
-        "pytorch.callbacks": "BasePredictionWriter OnExceptionCheckpoint ThroughputMonitor",
+        "pytorch.callbacks": "BasePredictionWriter Checkpoint EarlyStopping OnExceptionCheckpoint ThroughputMonitor",
         "pytorch.loggers": "Logger TensorBoardLogger",
         "pytorch.plugins.precision": "HalfPrecision MixedPrecision Precision",
         "pytorch.strategies": "ParallelStrategy",
@@ -52,9 +58,11 @@ else:
 __all__ = [
     "Accelerator",
     "BasePredictionWriter",
+    "Checkpoint",
     "CheckpointIO",
     "ClusterEnvironment",
     "CombinedLoader",
+    "EarlyStopping",
     "HalfPrecision",
     "Logger",
     "MixedPrecision",

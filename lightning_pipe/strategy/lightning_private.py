@@ -34,6 +34,7 @@ WeightAveraging._average_model, ._swap_models, ._copy_average_to_current, ._devi
 _average_model and _device          copies of the module that callbacks average, and what reads or writes both
 _call_lightning_module_hook, _call_lightning_datamodule_hook, _call_callback_hooks, _call_callbacks_state_dict,
 _call_callbacks_on_save_checkpoint, _call_callbacks_on_load_checkpoint    of trainer.call, run hooks of the user
+trainer._logger_connector.on_epoch_end      collects what hooks at the end of an epoch have logged
 Precision._after_closure            calls the hooks between the backward and the optimizer's step
 _optimizer_to_device                moves optimizer state
 "run-stage"                         how the trainer names the barrier that comes when `on_fit_start` is over
@@ -55,11 +56,14 @@ from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_pipe.lightning_names import (
+    Checkpoint,
     CombinedLoader,
+    EarlyStopping,
     Precision,
     SIGTERMException,
     Throughput,
     ThroughputMonitor,
+    callbacks_of,
     lightning_module,
     pl,
 )
@@ -396,6 +400,36 @@ def replace_sigterm_handler(trainer: pl.Trainer) -> Callable[[], Any]:
 
     connector._sigterm_notifier_fn = note
     return undo
+
+
+def call_after_epoch_hooks(trainer: pl.Trainer, then: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when the hooks at the end of an epoch have logged, before others read it; return what undoes it.
+
+    Lightning collects what they log behind them, but lets callbacks that monitor a value of training read it before.
+    """
+    connector: Any = trainer._logger_connector
+    monitors = [callback for callback in callbacks_of(trainer) if isinstance(callback, (Checkpoint, EarlyStopping))]
+    places: list[tuple[Any, str, bool]] = [(connector, "on_epoch_end", True)]
+    places += [(callback, "on_train_epoch_end", False) for callback in monitors[:1]]
+    for owner, name, comes_first in places:
+        vars(owner)[name] = _with_call(getattr(owner, name), then, comes_first=comes_first)
+
+    def undo() -> None:
+        for owner, name, _ in places:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def _with_call(usual: Callable[..., None], then: Callable[[], None], *, comes_first: bool) -> Callable[..., None]:
+    def called(*arguments: Any) -> None:
+        if comes_first:
+            usual(*arguments)
+        then()
+        if not comes_first:
+            usual(*arguments)
+
+    return called
 
 
 def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:

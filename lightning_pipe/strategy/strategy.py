@@ -536,6 +536,7 @@ class DappleStrategy(ParallelStrategy):
             control.agreed(lambda: make_room(self.config), source=0, what="whether a report can be written")
             self._feed.hold_back()
             self._install_loop(trainer)
+            self._undo.append(private.call_after_epoch_hooks(trainer, self._share_metrics))
             with refusing_several_optimizers(module):
                 self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers, self.precision_plugin)
@@ -604,6 +605,16 @@ class DappleStrategy(ParallelStrategy):
             private.restore_sigterm_broadcast(trainer)
 
         self._undo.append(undo)
+
+    def _share_metrics(self) -> None:
+        """Give every rank the metrics that rank 0 alone has logged, as one device has them all where they are read."""
+        assert self.lightning_module is not None
+        metrics = self.lightning_module.trainer.callback_metrics
+        with self._control() as control:
+            if control is not None:
+                values = {name: value.cpu() for name, value in metrics.items()} if control.rank == 0 else {}
+                # what this rank logs as well comes back from its own results wherever the trainer is asked
+                metrics.update(control.broadcast(values, source=0, what="the metrics at the end of an epoch"))
 
     def _any_rank_stops(self, stops: bool) -> bool:
         """Return whether a rank is asked to stop: as the results of the last batch said, if that has run since."""

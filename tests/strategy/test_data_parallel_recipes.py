@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import EarlyStopping, ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import nn
@@ -123,6 +123,56 @@ def test_a_step_finds_no_process_group(capture: str) -> None:
     """SyncBatchNorm asked for tensors on a GPU."""
     expected = fit_synchronised(None)
     for losses in World(2).run(fit_synchronised, {"layout": "1-1", "microbatches": 1, "capture": capture}):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+class LogsOnFirstRank(Recipe):
+    """Values that rank 0 alone logs at the end of an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.losses: list[torch.Tensor] = []
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(rows(), 4)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(rows(), 6)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.losses.append(super().training_step(batch, batch_idx))
+
+    def on_validation_epoch_end(self) -> None:
+        value = torch.stack(self.losses).mean()
+        self.losses.clear()
+        if self.trainer.is_global_zero:
+            self.log("validation", value, rank_zero_only=True)
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.log("rising", float(self.current_epoch), rank_zero_only=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation"}}
+
+
+def fit_that_logs_on_first_rank(stops_by: str, options: dict[str, Any] | None) -> list[float]:
+    losses = Losses()
+    stopping = EarlyStopping(stops_by, mode="max" if stops_by == "validation" else "min", patience=2)
+    trainer = make_trainer(
+        "auto" if options is None else dapple(**options), max_epochs=8, callbacks=[losses, stopping]
+    )
+    trainer.fit(LogsOnFirstRank())
+    return losses.losses
+
+
+@pytest.mark.parametrize("stops_by", ["validation", "rising"])
+def test_what_rank_0_logs_at_the_end_of_an_epoch_is_monitored_on_every_rank(stops_by: str) -> None:
+    expected = fit_that_logs_on_first_rank(stops_by, None)
+    assert len(expected) == 3 * 4
+    for losses in World(2).run(fit_that_logs_on_first_rank, stops_by, {"layout": "1-1", "microbatches": 2}):
         assert losses == pytest.approx(expected, rel=1e-12)
 
 
