@@ -47,16 +47,20 @@ def fit_module(
     strategy: Strategy | str,
     *,
     callback: pl.Callback | None = None,
+    hosts: int = 1,
     **options: Any,
 ) -> None:
     """Fit a module for an epoch, quietly; on all ranks of the process group together. Options are the trainer's."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_RANK="0")
+    rank, devices = dist.get_rank(), dist.get_world_size() // hosts
+    local = {"LOCAL_RANK": rank % devices, "LOCAL_WORLD_SIZE": devices, "GROUP_RANK": rank // devices}
+    everywhere = {"RANK": rank, "WORLD_SIZE": dist.get_world_size()}
+    os.environ.update({name: str(value) for name, value in (local | everywhere).items()})
     for name in ("lightning.pytorch", "lightning_pipe"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     trainer = pl.Trainer(
-        devices=dist.get_world_size(),
+        devices=devices,
+        num_nodes=hosts,
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
         max_epochs=1,

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 
+MAIN_ADDRESS = "10.0.0.1"  # of the first host
 CARD = "card"  # name of the virtual card, inside its namespace
 BURST_S = 0.001  # of sending at the rate: what may pass at once
 LEAST_BURST = 64 * 2**10  # bytes; packets are cut from pieces of this size
@@ -65,7 +66,7 @@ def two_hosts(rate_bit_s: float, delay_s: float = 0.0) -> Iterator[TwoHosts]:
         a, b = names
         _run("ip", "link", "add", CARD, "netns", a, "type", "veth", "peer", "name", CARD, "netns", b)
         for number, name in enumerate(names, start=1):
-            _run("ip", "-n", name, "address", "add", f"10.0.0.{number}/30", "dev", CARD)
+            _run("ip", "-n", name, "address", "add", f"{MAIN_ADDRESS[:-1]}{number}/30", "dev", CARD)
             for card in ("lo", CARD):
                 _run("ip", "-n", name, "link", "set", card, "up")
             _shape(name, rate_bit_s, delay_s)
@@ -93,7 +94,7 @@ def _on_host(hosts: TwoHosts, folder: Path, function: Callable[..., Any], *args:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # its threads belong to the namespace that we leave
     _enter(hosts.names[rank])
-    os.environ["GLOO_SOCKET_IFNAME"] = CARD
+    os.environ.update(GLOO_SOCKET_IFNAME=CARD, MASTER_ADDR=MAIN_ADDRESS)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     return function(*args)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import lightning_pipe
-from benchmarks.two_hosts import CARD, NoNamespacesError, two_hosts
+from benchmarks.two_hosts import CARD, MAIN_ADDRESS, NoNamespacesError, two_hosts
 from lightning_pipe.strategy.ranks import network_card
 from test_templates import PROJECT
 
@@ -31,7 +31,6 @@ trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, num_nodes=
 trainer.fit(Net(), datamodule=Data())
 report(trainer)
 """
-ADDRESS = "10.0.0.1"
 SBATCH_OPTIONS = frozenset(  # of `sbatch --help` (Slurm 24.05), those that a training job may need
     "account array chdir comment constraint cpus-per-gpu cpus-per-task distribution error exclude exclusive export "
     "gpus gpus-per-node gpus-per-task gres job-name mail-type mail-user mem mem-per-cpu mem-per-gpu nodelist nodes "
@@ -43,15 +42,15 @@ def command(launcher: str, host: int) -> tuple[list[str], dict[str, str]]:
     """Return the command and the variables with which a rank is started on a host."""
     match launcher:
         case "torchrun":
-            words = [f"--node-rank={host}", f"--master-addr={ADDRESS}", "--master-port=29500", "train.py"]
+            words = [f"--node-rank={host}", f"--master-addr={MAIN_ADDRESS}", "--master-port=29500", "train.py"]
             return ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *words], {}
         case "slurm":
             tasks = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "PROCID": str(host), "LOCALID": "0", "NODEID": str(host)}
-            job = {"JOB_ID": "1", "JOB_NAME": "train", "NODELIST": ADDRESS, "NNODES": "2", **tasks}
-            main = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500"}
+            job = {"JOB_ID": "1", "JOB_NAME": "train", "NODELIST": MAIN_ADDRESS, "NNODES": "2", **tasks}
+            main = {"MASTER_ADDR": MAIN_ADDRESS, "MASTER_PORT": "29500"}
             return ["train.py"], {**{f"SLURM_{name}": value for name, value in job.items()}, **main}
         case _:
-            return ["train.py"], {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500", "NODE_RANK": str(host)}
+            return ["train.py"], {"MASTER_ADDR": MAIN_ADDRESS, "MASTER_PORT": "29500", "NODE_RANK": str(host)}
 
 
 @pytest.mark.slow
