@@ -10,6 +10,7 @@ others give way. Of two processes that write at the same time, one may lose what
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -81,6 +82,11 @@ def cache_file(directory: Path, device: torch.device) -> Path:
     return directory / "times" / f"{device.type}-{digest(json.dumps(conditions(device), sort_keys=True))}.json"
 
 
+def folder_under_load(directory: Path) -> Path:
+    """Return where lies what was measured while other work took a part of the processor: it holds as long as that."""
+    return directory / "under_load"
+
+
 def load_timings(directory: Path, device: torch.device) -> dict[str, Timing]:
     """Return the known times of a device by digest; none where there is no file, or one that cannot be used."""
     return cache_files.read(cache_file(directory, device), _parsed, version=_FORMAT) or {}
@@ -103,8 +109,9 @@ def store_timings(directory: Path, device: torch.device, timings: Timings) -> No
 
 def forget_timings(directory: Path, device: torch.device) -> bool:
     """Delete the times of a device, which are measured again when they are needed; return whether there were any."""
-    try:
-        cache_file(directory, device).unlink()
-    except OSError:
-        return False
-    return True
+    are_forgotten = False
+    for folder in (directory, folder_under_load(directory)):
+        with contextlib.suppress(OSError):
+            cache_file(folder, device).unlink()
+            are_forgotten = True
+    return are_forgotten

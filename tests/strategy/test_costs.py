@@ -19,8 +19,10 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.serial import load_json, load_yaml
 from lightning_pipe.errors import ClusterError
+from lightning_pipe.freed_memory import freed_memory_kept
+from lightning_pipe.profiler.cache import Timing, folder_under_load, load_timings
+from lightning_pipe.profiler.processor_time import ProcessorTime
 from lightning_pipe.strategy.plans import stale_times
-from lightning_pipe.strategy.plans.stale_times import ProcessorTime
 from lightning_pipe.strategy.strategy import DappleStrategy
 from lightning_pipe.units import format_seconds, format_share
 from models.parity import make_loader, make_module
@@ -228,20 +230,27 @@ def test_costs_are_measured_under_any_default_type():
     assert World(2).run(measured_in, torch.float64) == [["torch.float64"]] * 2
 
 
-def kept_times(folder: str, is_busy: bool) -> bool:
-    """Return whether the times that a fit has measured were kept."""
-    cache = Path(folder, str(is_busy))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessorTime, "is_short", lambda self, **_: is_busy and dist.get_rank() == 1)
-        patch.setattr(stale_times, "TOO_LONG", math.inf)  # a machine busy meanwhile would have them dropped again
-        strategy = DappleStrategy(cache=str(cache), layout="1-1", microbatches=2)
-        make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(make_module("frozen"), make_loader("frozen"))
-    return any(cache.glob("times/*.json"))
+def kept_times(folder: str, loads: tuple[bool, ...]) -> list[list[dict[str, Timing]]]:
+    """Return the times that are kept, without and under load, after each of some fits on one cache."""
+    cache = Path(folder)
+    kept = []
+    for is_busy in loads:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ProcessorTime, "is_short", lambda *_, busy=is_busy, **__: busy and dist.get_rank() == 1)
+            patch.setattr(stale_times, "TOO_LONG", math.inf)  # a machine busy meanwhile would have them dropped again
+            strategy = DappleStrategy(cache=str(cache), layout="1-1", microbatches=2)
+            trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
+            trainer.fit(make_module("frozen"), make_loader("frozen"))
+        with freed_memory_kept(wanted=True):  # as while operations are timed
+            kept.append([load_timings(part, torch.device("cpu")) for part in (cache, folder_under_load(cache))])
+    return kept
 
 
-def test_times_of_operations_are_kept_unless_other_work_took_processors_of_any_rank(tmp_path):
-    assert World(2).run(kept_times, str(tmp_path), False)[0]
-    assert not any(World(2).run(kept_times, str(tmp_path), True))
+def test_times_measured_under_load_serve_starts_under_load_and_no_others(tmp_path):
+    (first, again, quiet), _ = World(2).run(kept_times, str(tmp_path), (True, True, False))
+    assert first[1] and not first[0]
+    assert again == first, "nothing was measured"
+    assert quiet[1] == first[1] and quiet[0].keys() == first[1].keys()
 
 
 def test_processor_time_is_short_by_more_than_ranks_take_from_each_other():

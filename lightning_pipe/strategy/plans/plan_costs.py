@@ -27,14 +27,14 @@ from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.planner.problem import Problem, counted_problem
-from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
+from lightning_pipe.profiler.cache import Timing, folder_under_load, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster
 from lightning_pipe.profiler.network.link_probe import LinkFacts, computing
 from lightning_pipe.profiler.optimizer import counted_optimizer
+from lightning_pipe.profiler.processor_time import ProcessorTime
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.schedule.registry import planned_join
-from lightning_pipe.strategy.plans.stale_times import ProcessorTime
 from lightning_pipe.strategy.plans.surroundings import Surroundings, SurroundingsProbe
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_runtime import slices
@@ -120,8 +120,7 @@ class PlanCosts:
                 profile = timed
         if control.rank > 0 or profile is None:
             return None
-        if not self._is_disturbed:
-            self._surroundings.keep(around, optimizers)
+        self._surroundings.keep(around, optimizers, is_disturbed=self._is_disturbed)
         log.info(
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
@@ -154,13 +153,13 @@ class PlanCosts:
         control, cache = self._links.control, self._config.cache_dir
         sharers = [rank for rank, fact in enumerate(facts) if fact.kind == facts[0].kind]
         operators = Operators(capture, device=self._device, sizes=sizes, compiled=self._config.compile)
+        stored: dict[str, Timing] = {}
         mine: dict[str, Timing] = {}
         is_disturbed = False
-        known = control.broadcast(
-            load_timings(cache, self._device) if cache is not None and control.rank == 0 else {},
-            source=0,
-            what="operations that were timed before",
-        )
+        if cache is not None and control.rank == 0:
+            stored = load_timings(folder_under_load(cache), self._device) if self._surroundings.is_loaded else {}
+            stored |= load_timings(cache, self._device)
+        known = control.broadcast(stored, source=0, what="operations that were timed before")
         if known and control.rank == 0:
             log.info("Times of %d of %d calls come from %s.", *operators.found(known), cache)
         if control.rank in sharers:
@@ -181,9 +180,12 @@ class PlanCosts:
         found = {name: timing for timings, _ in said for name, timing in timings.items()}
         self._is_disturbed = any(is_disturbed for _, is_disturbed in said)
         if self._is_disturbed:
-            log.info("Other work took a part of the processor while operations were timed: their times are not kept.")
-        elif cache is not None and found:
-            store_timings(cache, self._device, found)
+            log.info(
+                "Other work took a part of the processor while operations were timed. The next start without it "
+                "measures again."
+            )
+        if cache is not None and found:
+            store_timings(folder_under_load(cache) if self._is_disturbed else cache, self._device, found)
         return operators.assemble({**known, **found})
 
     def _sizes(self, capture: Capture, samples: int, given: Plan | None) -> tuple[int, ...]:

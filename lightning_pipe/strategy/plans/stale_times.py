@@ -1,17 +1,13 @@
 """Kept measurements that a run has shown to be wrong: they are dropped, and measured again at the next start.
 
-While operations are timed, the thread that times them runs all the time unless others take its core, so its processor
-time says whether they have. Times that were kept all the same show when a run takes much less than they predict. Only
-the one direction is telling: ranks that share cores take longer together than operations do alone, but never less.
-Messages and sums are judged in both directions, as networks change both ways.
+Times of a busy machine that were kept all the same (`profiler.processor_time`) show when a run takes much less than
+they predict. Only the one direction is telling: ranks that share cores take longer together than operations do alone,
+but never less. Messages and sums are judged in both directions, as networks change both ways.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -25,27 +21,6 @@ log = logging.getLogger(__name__)
 
 TOO_LONG = 1.3  # predicted over measured seconds of all computes
 _OFF, _OF_STEP = 2.0, 0.1  # messages and sums take so many times as long or short, and that is this share of the step
-_LEAST_SHARE = 0.9  # of the processor time that this thread would have had without other work
-
-
-@dataclass(frozen=True)
-class ProcessorTime:
-    """Processor time of this thread from now on."""
-
-    wall_s: float = field(default_factory=time.perf_counter)
-    used_s: float = field(default_factory=time.thread_time)
-
-    def is_short(self, *, ranks: int, device: torch.device) -> bool:
-        """Return whether other work has taken a part of it, as far as that can be seen.
-
-        Args:
-            ranks: that compute on this host at the same time.
-            device: on which operations were timed.
-        """
-        if device.type != "cpu" or not hasattr(os, "sched_getaffinity"):
-            return False
-        own = min(1.0, len(os.sched_getaffinity(0)) / (ranks * torch.get_num_threads()))
-        return time.thread_time() - self.used_s < _LEAST_SHARE * own * (time.perf_counter() - self.wall_s)
 
 
 def _is_network_off(comparison: Comparison) -> bool:

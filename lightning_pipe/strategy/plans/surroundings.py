@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 from lightning_pipe import cache_files
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
-from lightning_pipe.profiler.cache import conditions, digest
+from lightning_pipe.profiler.cache import conditions, digest, folder_under_load
 from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
 from lightning_pipe.profiler.optimizer import profile_optimizer
+from lightning_pipe.profiler.processor_time import is_loaded
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.runtime.activations.trip import trip_s
 from lightning_pipe.runtime.waiting import Wait
@@ -73,11 +74,14 @@ class SurroundingsProbe:
         links: to the other ranks.
         device: where this rank computes.
         host: where it offloads to.
+
+    Attributes:
+        is_loaded: whether other work takes a part of the processor, and something was measured so before.
     """
 
     def __init__(self, cache: Path | None, links: Connections, *, device: torch.device, host: HostStore) -> None:
-        self._folder = None if cache is None else folder_of(cache)
-        self._links, self._device, self._host = links, device, host
+        self._cache, self._links, self._device, self._host = cache, links, device, host
+        self.is_loaded = False
 
     def measure(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """Return what was measured, on all ranks; called by all together.
@@ -88,8 +92,8 @@ class SurroundingsProbe:
         control = self._links.control
         mine = describe_device(self._device, host=socket.gethostname(), benchmark_s=0.0)
         facts = self._gathered(mine, "the devices")
-        path = self._path(facts, optimizers) if control.rank == 0 else None
-        known = _load(path) if path is not None else None
+        self.is_loaded = self._has_load(facts)
+        known = self._known(facts, optimizers) if control.rank == 0 else None
         known = control.broadcast(known, source=0, what="what was measured of devices and links before")
         if known is not None:
             both = zip(facts, known.facts, strict=True)
@@ -119,15 +123,31 @@ class SurroundingsProbe:
         size, ranks = transport.communicator_bytes, self._links.control.ranks
         return overhead_bytes(before, after, communicator_bytes=size, ranks=ranks)
 
-    def keep(self, found: Surroundings, optimizers: Sequence[Optimizer]) -> None:
-        """Keep what was measured, on rank 0."""
-        path = self._path(found.facts, optimizers)
+    def _has_load(self, facts: Sequence[DeviceFacts]) -> bool:
+        """Return whether other work takes processors of some rank now, if something was measured so before."""
+        control = self._links.control
+        is_asked = control.rank == 0 and self._cache is not None and folder_under_load(self._cache).exists()
+        if not control.sum(torch.tensor(float(is_asked)), what="whether something was measured under load"):
+            return False
+        here = sum(fact.host == facts[control.rank].host for fact in facts)
+        loaded = torch.tensor(float(is_loaded(ranks=here, device=self._device)))
+        return bool(control.sum(loaded, what="whether other work takes processors"))
+
+    def _known(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Surroundings | None:
+        paths = [self._path(facts, optimizers, is_loaded=of_load) for of_load in {False, self.is_loaded}]
+        return next((known for path in paths if path is not None and (known := _load(path)) is not None), None)
+
+    def keep(self, found: Surroundings, optimizers: Sequence[Optimizer], *, is_disturbed: bool) -> None:
+        """Keep what was measured, on rank 0; apart from the rest if other work took a part of the processor."""
+        path = self._path(found.facts, optimizers, is_loaded=is_disturbed or self.is_loaded)
         if path is not None and not path.exists():
             content = json.dumps(to_dict(_Measured(time.time(), found)))
             cache_files.write(path, content.encode(), version=_FORMAT)
 
-    def _path(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Path | None:
-        if self._folder is None:
+    def _path(
+        self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer], *, is_loaded: bool = False
+    ) -> Path | None:
+        if self._cache is None:
             return None
         network = {name: value for name, value in os.environ.items() if name.startswith(_OF_NETWORK)}
         asked = {
@@ -137,7 +157,8 @@ class SurroundingsProbe:
             "transport": [type(self._links.transport).__name__, type(self._host).__name__, network],
             "optimizer": [_described(optimizer) for optimizer in optimizers],
         }
-        return self._folder / f"{digest(json.dumps(asked, sort_keys=True))}.json"
+        folder = folder_of(folder_under_load(self._cache) if is_loaded else self._cache)
+        return folder / f"{digest(json.dumps(asked, sort_keys=True))}.json"
 
     def _wait(self, handle: ProbeHandle, what: str) -> None:
         self._links.watch.wait(Wait(handle, what))
@@ -156,7 +177,7 @@ def folder_of(cache: Path) -> Path:
 
 def forget_surroundings(cache: Path) -> bool:
     """Delete what is kept, which is measured again when it is needed; return whether there was anything."""
-    files = [*folder_of(cache).glob("*.json")]
+    files = [file for of in (cache, folder_under_load(cache)) for file in folder_of(of).glob("*.json")]
     for file in files:
         with contextlib.suppress(OSError):
             file.unlink()
