@@ -147,6 +147,7 @@ class PlanMaker:
             takes_back=self._clips_by_norm,
         )
         self._stopwatch.lap("profile")
+        log.info("Planning.")
         planned = self._agreed_plan(captured, problem)
         self._stopwatch.lap("plan")
         self._make_ready(call, captured, planned, samples)
@@ -247,6 +248,7 @@ class PlanMaker:
         if training:
             self._leave_whole_for_replicas(captured, cuts)
         if self._config.check:
+            log.info("Comparing %s as captured with the plain step.", call.method)
             self._check(captured, call, samples)
             self._stopwatch.lap("check")
         preparation.warn_of_results(captured, samples)

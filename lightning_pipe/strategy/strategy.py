@@ -662,7 +662,10 @@ class DappleStrategy(ParallelStrategy):
 
     def validation_step(self, batch: Any, *arguments: int) -> Any:
         """Run the module's validation step."""
-        return self._step("validation_step", batch, arguments)
+        self._stopwatch.lap("hooks and data")
+        result = self._step("validation_step", batch, arguments)
+        self._stopwatch.lap("validation")  # before the first step, to see whether it runs
+        return result
 
     def test_step(self, batch: Any, *arguments: int) -> Any:
         """Run the module's test step."""
