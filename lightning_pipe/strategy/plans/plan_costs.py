@@ -26,7 +26,7 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.freed_memory import freed_memory_kept
-from lightning_pipe.planner.problem import Problem, counted_problem
+from lightning_pipe.planner.problem import Problem, counted_problem, nominal_cluster
 from lightning_pipe.profiler.cache import Timing, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster
 from lightning_pipe.profiler.network.link_probe import LinkFacts, computing
@@ -44,6 +44,18 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MOST_PER_STAGE = 8  # micro-batches per stage up to which planners go
+
+
+def reproducible(config: DappleConfig, *, ranks: int) -> DappleConfig:
+    """Return options that make the same plan at every start, where deterministic algorithms are asked for."""
+    if not torch.are_deterministic_algorithms_enabled() or ranks == 1 or config.costs == "counted":
+        return config
+    if config.plan is None:
+        log.info(
+            "Trainer(deterministic=True) fixes the plan: costs='counted' instead of measured times, and replan=false. "
+            "So every start draws the same random numbers and cuts batches alike."
+        )
+    return replace(config, costs="counted", replan=False)
 
 
 class PlanCosts:
@@ -87,6 +99,8 @@ class PlanCosts:
         control = self._links.control
         problem = counted_problem(capture.graph, ranks=control.ranks, samples=samples, training=training)
         described = control.agreed(self._given_cluster, source=0, what="the cluster file")
+        if described is None and self._config.costs == "counted" and control.ranks > 1:
+            problem = replace(problem, cluster=nominal_cluster(control.ranks, self._surroundings.memory_bytes()))
         if described is not None:
             problem = replace(problem, cluster=described)
             if not self._measures():

@@ -30,7 +30,15 @@ from lightning_pipe import cache_files
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
 from lightning_pipe.profiler.cache import conditions, digest
-from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
+from lightning_pipe.profiler.devices import (
+    DeviceFacts,
+    benchmark,
+    capacity_bytes,
+    describe_capacity,
+    describe_device,
+    hosts_of,
+    overhead_bytes,
+)
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
 from lightning_pipe.profiler.optimizer import profile_optimizer
@@ -110,6 +118,11 @@ class SurroundingsProbe:
         found = control.broadcast(found, source=0, what="what was measured of devices and links")
         assert found is not None, "rank 0 has heard the rehearsal"
         return found
+
+    def memory_bytes(self) -> int:
+        """Return what each rank may use of its memory, whatever else runs: the least of all ranks, on all ranks."""
+        mine = describe_capacity(self._device, host=socket.gethostname())
+        return capacity_bytes(self._gathered(mine, "the memory of the devices"))
 
     def _overhead_bytes(self, before: DeviceFacts) -> int:
         """Return what communicators and libraries of this rank take; no communicator is open then."""
