@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,19 +59,19 @@ class ByPython(Normalised):
         return F.cross_entropy(made, batch[1])
 
 
-def under_load(factors: random.Random) -> Callable[..., Problem | None]:
-    """Return `PlanCosts._measured` on a machine whose other work makes every measured time another one."""
-    measured = PlanCosts._measured
+def under_load(load: int) -> Callable[..., Problem | None]:
+    """Return a stand-in of `PlanCosts._measured`: what a stopwatch may say while other work takes the processor."""
+    draw = random.Random(load)
+    scales = {samples: 10 ** draw.uniform(-1.5, 1) for samples in (4, 32, SAMPLES)}
 
-    def disturbed(self: PlanCosts, *args: Any, **options: Any) -> Problem | None:
-        problem = measured(self, *args, **options)
-        if problem is None:
-            return None
-        profile = problem.profile
-        scales = [10 ** factors.uniform(-1, 2) for _ in profile.seconds]
-        seconds = tuple(tuple(s * scale for s in row) for row, scale in zip(profile.seconds, scales, strict=True))
-        call_s = profile.call_s * 10 ** factors.uniform(-1, 2)
-        return replace(problem, profile=replace(profile, seconds=seconds, call_s=call_s))
+    def disturbed(self: PlanCosts, capture: Any, problem: Problem, **_: Any) -> Problem | None:
+        counted = problem.profile
+        seconds = tuple(
+            tuple(counted.operation_s(o, samples) * scale for samples, scale in scales.items())
+            for o in range(len(counted.seconds))
+        )
+        profile = replace(counted, samples=tuple(scales), seconds=seconds, source="measured")
+        return replace(problem, profile=profile) if self._links.control.rank == 0 else None
 
     return disturbed
 
@@ -89,7 +89,7 @@ def trained(
     losses = Losses()
     strategy = "auto" if options is None else dapple(**{"planner": "auto", "seed": 3, **options})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlanCosts, "_measured", under_load(random.Random(load)))
+        patch.setattr(PlanCosts, "_measured", under_load(load))
         fit = make_trainer(strategy, max_epochs=2, callbacks=[losses], **trainer)
         try:
             fit.fit(module, DataLoader(data, samples), DataLoader(data, samples))
@@ -99,30 +99,28 @@ def trained(
     return losses.losses, state, getattr(fit.strategy, "plan", None)
 
 
-MEASURED = {"costs": "measured", "cache": "off", "timeline_steps": 0}
+MEASURED = {"costs": "measured", "cache": "off", "timeline_steps": 1}
 
 
-def starts(ranks: int, make: Callable[[], pl.LightningModule], count: int, **options: Any) -> list[Any]:
-    """Return rank 0's losses, state and plan of some starts under other loads."""
-    return [World(ranks).run(partial(trained, load=load, **options), make, MEASURED)[0] for load in range(count)]
+def starts(ranks: int, make: Callable[[], pl.LightningModule], loads: Sequence[int], **options: Any) -> list[Any]:
+    """Return rank 0's losses, state and plan of starts under other loads."""
+    return [World(ranks).run(partial(trained, load=load, **options), make, MEASURED)[0] for load in loads]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_no_load_changes_what_a_module_with_batch_statistics_trains(ranks):
-    (losses, state, plan), *others = starts(ranks, partial(Normalised, 0.3), 4)
-    assert plan.microbatches == ranks
-    for other_losses, other_state, other_plan in others:
-        assert other_plan.microbatches == plan.microbatches
-        torch.testing.assert_close(other_losses, losses, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(other_state, state, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize(("ranks", "loads"), [(2, (0, 1)), (3, (4, 5))])
+def test_no_load_changes_what_a_module_with_batch_statistics_trains(ranks, loads):
+    """Its plan had 1, 2 or 32 micro-batches of 64 samples, by what the stopwatch said."""
+    (losses, state, plan), (other_losses, other_state, other_plan) = starts(ranks, partial(Normalised, 0.3), loads)
+    assert other_plan.microbatches == plan.microbatches == ranks
+    torch.testing.assert_close(other_losses, losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(other_state, state, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("make", [partial(Normalised, 0.3, has_statistics=False), partial(ByPython, 0.3)])
 def test_a_deterministic_trainer_makes_one_plan_and_one_result(make):
-    (losses, state, plan), *others = starts(2, make, 2, deterministic=True)
-    for other_losses, other_state, other_plan in others:
-        assert (other_losses, other_plan) == (losses, plan)
-        torch.testing.assert_close(other_state, state, rtol=0, atol=0)
+    (losses, state, plan), (other_losses, other_state, other_plan) = starts(2, make, (0, 1), deterministic=True)
+    assert (other_losses, other_plan) == (losses, plan)
+    torch.testing.assert_close(other_state, state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "1-1", "microbatches": 4}, {"capture": "replay"}], ids=str)
@@ -134,6 +132,9 @@ def test_exact_is_one_device_with_batch_statistics(options):
         torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_what_sees_parts_is_said_with_numbers_and_the_way_out():
-    with pytest.warns(UserWarning, match=r"BatchNorm2d net.1 \(and 1 more\) sees 8 of 64 samples.*microbatches=1 or"):
-        trained(Normalised, {"layout": "1", "microbatches": 8})
+def test_what_sees_parts_is_said_with_numbers_and_the_way_out(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr("lightning_pipe.strategy.plans.plan_warnings.rank_zero_warn", told.append)
+    trained(Normalised, {"layout": "1", "microbatches": 8})
+    assert len(told) == 1, told
+    assert "BatchNorm2d net.1 (and 1 more) sees 8 of 64 samples" in told[0] and "whole_batch='exact': all 64" in told[0]

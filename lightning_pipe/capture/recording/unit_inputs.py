@@ -264,6 +264,7 @@ def head_of(
 
 
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+RUNNING = (*STATISTICS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # keep means of statistics
 
 
 def by_microbatch(request: Request, trace: UnitTrace) -> tuple[str, ...]:
