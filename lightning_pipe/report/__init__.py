@@ -1,10 +1,11 @@
 """Show plans and timelines to people: tables, traces, plots, explanations."""
 
 from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
+from lightning_pipe.report.advice import Alternative, Situation, advice
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, RankPeak, compare
 from lightning_pipe.report.comparison_table import comparison_table
-from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
+from lightning_pipe.report.explain import explain, sentences
 from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
 from lightning_pipe.report.stack_plot import plot_stacks
@@ -20,7 +21,9 @@ __all__ = [
     "Flight",
     "Page",
     "RankPeak",
+    "Situation",
     "accounts",
+    "advice",
     "aligned",
     "chrome_trace",
     "clock_offsets",
@@ -31,7 +34,6 @@ __all__ = [
     "flights",
     "html_page",
     "idle_stages",
-    "main_sentences",
     "mean_bubble",
     "mean_computing",
     "plan_table",

@@ -66,12 +66,15 @@ class PlanCosts:
         links: to the other ranks.
         device: where this rank computes.
         host: where it offloads to.
+
+    Attributes:
+        is_disturbed: on rank 0, whether other work took a part of the processor while operations were timed.
     """
 
     def __init__(self, config: DappleConfig, links: Connections, *, device: torch.device, host: HostStore) -> None:
         self._config, self._links, self._device = config, links, device
         self._surroundings = SurroundingsProbe(config.cache_dir, links, device=device, host=host)
-        self._is_disturbed = False  # by other work, while operations were timed
+        self.is_disturbed = False
 
     def problem(
         self,
@@ -134,7 +137,7 @@ class PlanCosts:
                 profile = timed
         if control.rank > 0 or profile is None:
             return None
-        if not self._is_disturbed:
+        if not self.is_disturbed:
             self._surroundings.keep(around, optimizers)
         log.info(
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
@@ -193,8 +196,8 @@ class PlanCosts:
             return None
         said = [one for one in told if one is not None]
         found = {name: timing for timings, _ in said for name, timing in timings.items()}
-        self._is_disturbed = any(is_disturbed for _, is_disturbed in said)
-        if self._is_disturbed:
+        self.is_disturbed = any(is_disturbed for _, is_disturbed in said)
+        if self.is_disturbed:
             log.info("Other work took a part of the processor while operations were timed: their times are not kept.")
         elif cache is not None and found:
             store_timings(cache, self._device, found)
