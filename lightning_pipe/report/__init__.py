@@ -1,7 +1,7 @@
 """Show plans and timelines to people: tables, traces, plots, explanations."""
 
 from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
-from lightning_pipe.report.advice import Alternative, Situation, advice
+from lightning_pipe.report.advice import Alternative, PlanSituation, advice
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, RankPeak, compare
 from lightning_pipe.report.comparison_table import comparison_table
@@ -20,8 +20,8 @@ __all__ = [
     "Curves",
     "Flight",
     "Page",
+    "PlanSituation",
     "RankPeak",
-    "Situation",
     "accounts",
     "advice",
     "aligned",

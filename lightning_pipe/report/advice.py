@@ -55,7 +55,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanSituation:
     """What advice depends on.
 
     Attributes:
@@ -79,12 +79,12 @@ class Situation:
     is_disturbed: bool = False
 
 
-def advice(situation: Situation) -> list[str]:
+def advice(situation: PlanSituation) -> list[str]:
     """Return at most three sentences on a plan, the most important first."""
     return [*islice(_sentences(situation), MOST_SENTENCES)]
 
 
-def _sentences(situation: Situation) -> Iterator[str]:
+def _sentences(situation: PlanSituation) -> Iterator[str]:
     by_kind = {alternative.kind: alternative for alternative in situation.alternatives}
     plan, one, replicas = (by_kind.get(kind) for kind in ("plan", "one device", "data parallel"))
     layout = [name for name in _LAYOUT if name in situation.chosen]
@@ -114,7 +114,7 @@ def _sentences(situation: Situation) -> Iterator[str]:
         yield from bottleneck_sentence(situation.timeline, "Predicted")
 
 
-def _idle_ranks(situation: Situation) -> str:
+def _idle_ranks(situation: PlanSituation) -> str:
     ranks, count = situation.idle_ranks, situation.microbatches
     named = f"Rank {ranks[0]} computes" if len(ranks) == 1 else f"Ranks {numbers_text(ranks)} compute"
     why = f"batches are not cut, since {situation.whole}" if situation.whole else "the step mixes samples"
@@ -126,7 +126,7 @@ def _idle_ranks(situation: Situation) -> str:
 
 
 def _against_data_parallel(
-    plan: Alternative, replicas: Alternative, situation: Situation, layout: Sequence[str]
+    plan: Alternative, replicas: Alternative, situation: PlanSituation, layout: Sequence[str]
 ) -> Iterator[str]:
     ratio, times = replicas.step_s / plan.step_s, times_of(replicas, plan)
     if plan.stages == 1:

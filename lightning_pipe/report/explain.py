@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.report.account import Account, accounts
-from lightning_pipe.report.advice import NOTICEABLE, Alternative, Situation, advice, bottleneck_sentence, times_of
+from lightning_pipe.report.advice import NOTICEABLE, Alternative, PlanSituation, advice, bottleneck_sentence, times_of
 from lightning_pipe.report.table import WIDTH, text_of, wrapped
 from lightning_pipe.units import format_bytes, format_seconds, format_share
 
@@ -39,7 +39,7 @@ def sentences(alternatives: Sequence[Alternative], *, timeline: Timeline, chosen
     plan, others = _plan_and_others(alternatives)
     every = [
         *filter(None, [plan.difference]),
-        *advice(Situation(chosen, "", alternatives, timeline)),
+        *advice(PlanSituation(chosen, "", alternatives, timeline)),
         *(sentence for other in others for sentence in _runner_up(plan, other)),
         *_microbatches(plan, [other for other in others if other.kind == "variant"]),
         *time_sentences(timeline, "Predicted"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from lightning_pipe.report.advice import MOST_SENTENCES, Alternative, Situation, advice
+from lightning_pipe.report.advice import MOST_SENTENCES, Alternative, PlanSituation, advice
 from report.runs import Shaped, run_of
 
 GIB = 2**30
@@ -17,7 +17,7 @@ CHOICES = [frozenset(), frozenset({"layout"}), frozenset({"plan"}), frozenset({"
 
 
 def told(*others: Alternative, chosen: frozenset[str] = frozenset(), plan: Alternative = PLAN, **options) -> str:
-    return " ".join(advice(Situation(chosen, options.pop("whole", ""), [plan, *others], UNEVEN, **options)))
+    return " ".join(advice(PlanSituation(chosen, options.pop("whole", ""), [plan, *others], UNEVEN, **options)))
 
 
 def situations():
@@ -29,7 +29,7 @@ def situations():
     for chosen, plan, one, ddp, (stages, ranks), whole, is_disturbed in itertools.product(
         CHOICES, plans, ones, replicas, rest, ("", "it keeps state"), (False, True)
     ):
-        yield Situation(chosen, whole, [plan, one, ddp], UNEVEN, stages, ranks, 1, is_disturbed)
+        yield PlanSituation(chosen, whole, [plan, one, ddp], UNEVEN, stages, ranks, 1, is_disturbed)
 
 
 def test_there_are_at_most_three_sentences_and_no_option_is_named_that_nobody_set():

@@ -47,7 +47,7 @@ def chosen_options(constraints: Constraints, *, has_plan: bool = False) -> froze
     """Return the names of the options that the user has set, of those that decide the form of a plan."""
     values = {
         "layout": constraints.replicas,
-        "schedule": constraints.schedule,
+        "schedule": constraints.schedule if constraints.warmup is None else None,  # which warm-up implies
         "microbatches": constraints.microbatches,
         "stages_per_device": constraints.stages_per_device,
         "plan": has_plan or None,

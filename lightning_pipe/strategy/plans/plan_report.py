@@ -27,8 +27,8 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Page,
+    PlanSituation,
     RankPeak,
-    Situation,
     advice,
     chrome_trace,
     compare,
@@ -182,7 +182,7 @@ def _advice(planned: Planned, graph: Graph) -> list[str]:
     """Return what is advised of a plan; of counted costs only what holds whatever they are."""
     best, *others = planned.judged
     is_measured = planned.problem.profile.source == "measured"
-    situation = Situation(
+    situation = PlanSituation(
         planned.chosen,
         planned.whole,
         alternatives(_constrained(planned), best, others) if is_measured else (),
