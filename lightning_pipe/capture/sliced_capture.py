@@ -14,7 +14,7 @@ from lightning_pipe.capture.capture import Capture, captured_by_microbatch, refu
 from lightning_pipe.capture.graphs.gradient_nodes import with_gradients_apart
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
-from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.request import Request, takes_all_samples
 from lightning_pipe.capture.graphs.trace import trace
 from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.operators import is_random
@@ -101,7 +101,8 @@ def capture_step(request: Request) -> Capture:
     """Trace a step and describe its graph: cut out of that of the whole batch, if batches are cut.
 
     Batches are not cut where cutting fails for a fault of this package, or where an evaluation needs all samples in the
-    middle of the model. A training step takes what a micro-batch has there, with a warning.
+    middle of the model. A training step takes what a micro-batch has there, with a warning; not with
+    `whole_batch="exact"`, where batch statistics are such a need, too.
 
     Raises:
         CaptureError: if a graph would freeze something, naming the hazard and the user's line.
@@ -109,18 +110,23 @@ def capture_step(request: Request) -> Capture:
     uncut = request.uncut
     with without_collection():
         if request.samples is not None and request.total and not uncut:
-            takes_own = request.method == "training_step"
+            takes_own = request.method == "training_step" and request.whole_batch != "exact"
             try:
                 found = _sliced(replace(request, samples=request.total), request.samples)
             except BrokenRouteError as fault:
                 found, takes_own = str(fault), False
+            if not isinstance(found, str) and request.whole_batch == "exact" and found.graph.by_microbatch:
+                found = takes_all_samples(found.graph.by_microbatch)
             if not isinstance(found, str):
                 return found
             if takes_own:
                 _warn(found, request)
-            else:
+                captured = captured_by_microbatch(request)
+                changed = (*captured.graph.by_microbatch, request.method)
+                return replace(captured, graph=replace(captured.graph, by_microbatch=changed))
+            if request.method != "training_step" or request.whole_batch != "exact":  # which its plan says
                 rank_zero_warn(f"{request.method} is not cut into micro-batches: {found}.")
-                uncut = found
+            uncut = found
         if uncut and request.samples is not None:
             return captured_by_microbatch(replace(request, samples=request.total, uncut=uncut)).left_whole(uncut)
         return captured_by_microbatch(request)

@@ -23,7 +23,7 @@ from lightning_pipe.cli.tables import Attempt, attempts_table, policies_table, r
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import load_yaml, save_yaml
 from lightning_pipe.errors import ConfigError, PipeError, PlanError
-from lightning_pipe.planner.comparison.alternatives import alternatives, difference_of, larger_batch
+from lightning_pipe.planner.comparison.alternatives import alternatives, chosen_options, difference_of, larger_batch
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged, judge, unfolded
 from lightning_pipe.planner.evaluation.resolve import check_weights
@@ -161,7 +161,8 @@ def _tables(judged: Judged, problem: Problem, width: int) -> Iterator[str]:
 
 def _reasons(planned: _Planned, width: int) -> str:
     best, timeline = planned.best, planned.best.timeline
-    return explain(alternatives(planned.problem, best, planned.others), timeline=timeline, width=width)
+    chosen = chosen_options(planned.problem.constraints)
+    return explain(alternatives(planned.problem, best, planned.others), timeline=timeline, chosen=chosen, width=width)
 
 
 _FULL = 0.95  # of a device's memory; runs held to 5 % more than was foreseen have trained (docs/memory.md)

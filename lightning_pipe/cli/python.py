@@ -23,7 +23,7 @@ from lightning_pipe.config import CostSource
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import save_yaml
 from lightning_pipe.errors import ConfigError, PipeError
-from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.alternatives import alternatives, chosen_options
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem, Sharding
@@ -84,7 +84,8 @@ class PlannedStep:
     @cached_property
     def reasons(self) -> str:
         """Return what speaks for and against the plan, with its alternatives as a table."""
-        return explain(alternatives(self.problem, self.judged, self.others), timeline=self.judged.timeline)
+        ways, chosen = alternatives(self.problem, self.judged, self.others), chosen_options(self.problem.constraints)
+        return explain(ways, timeline=self.judged.timeline, chosen=chosen)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file (YAML)."""

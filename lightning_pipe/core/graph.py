@@ -167,6 +167,8 @@ class Graph:
         parameter_bytes: bytes of every parameter by name (tied parameters under one name).
         fingerprint: hash of the graph, equal on all ranks and in every process for the same step.
         coupled: names of nodes that mix samples (batch statistics), or may, which slicing would change.
+        by_microbatch: what takes the samples of a micro-batch where one device takes those of the batch: modules with
+            batch statistics, say. Where there is any, the number of micro-batches changes what is trained.
         uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
             and written after.
         unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages
@@ -186,6 +188,7 @@ class Graph:
     parameter_bytes: dict[str, int]
     fingerprint: str
     coupled: tuple[str, ...] = ()
+    by_microbatch: tuple[str, ...] = ()
     uncuttable: frozenset[int] = frozenset()
     unsliceable: frozenset[int] = frozenset()
     operations: tuple[Operation, ...] = ()

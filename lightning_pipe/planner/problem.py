@@ -143,9 +143,9 @@ _NOMINAL_MEMORY = 1 << 62  # nothing is known, so nothing is too big
 _NOMINAL_LINK = Link(latency_s=20e-6, bytes_per_s=5e9)  # a process on the same host
 
 
-def nominal_cluster(ranks: int) -> Cluster:
+def nominal_cluster(ranks: int, memory_bytes: int = _NOMINAL_MEMORY) -> Cluster:
     """Return equal nominal devices on one host, for when nothing is to be measured."""
-    device = Device("nominal", _NOMINAL_MEMORY)
+    device = Device("nominal", memory_bytes)
     host = Host("nominal", (device,) * ranks, inside=_NOMINAL_LINK, network=_NOMINAL_LINK, swap=_NOMINAL_LINK)
     return Cluster((host,))
 

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import ConfigError, PlanError
 from lightning_pipe.foreign_names import expected_names
+from lightning_pipe.planner.candidates.microbatch_share import shared_counts
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.heads import check_constraints, with_forwards_first
 from lightning_pipe.planner.memory.least_memory import LeastMemory
@@ -76,9 +77,23 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
         )
     check_constraints(problem)
     with without_collection():  # plans have no cycles, and are many objects
-        found = _proposed(problem, planner)
-    check_fits(problem, found)
-    return found
+        return _shared(problem, planner)
+
+
+def _shared(problem: Problem, planner: str) -> list[Judged]:
+    """Return plans that fit; where micro-batches change what is trained, with the first number of them that does."""
+    refusal: PlanError | None = None
+    for count in shared_counts(problem) or (problem.constraints.microbatches,):
+        asked = replace(problem, constraints=replace(problem.constraints, microbatches=count))
+        try:
+            found = _proposed(asked, planner)
+            check_fits(asked, found)
+        except PlanError as error:
+            refusal = refusal or error
+        else:
+            return found
+    assert refusal is not None, "one number at least was planned with"
+    raise refusal
 
 
 def _proposed(problem: Problem, planner: str) -> list[Judged]:

@@ -37,6 +37,7 @@ _SMALL_MATRIX = 384
 _NEIGHBOURS, _GROUPS = 2, 3  # of a rank in a chain of stages
 _VECTOR = {"cuda": 2**26}  # elements; larger than the caches of a GPU, else
 _SMALL_VECTOR = 2**21
+_USABLE = 0.9  # of a memory, if nothing else runs: contexts, libraries and the system take the rest
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,20 @@ def describe_device(device: torch.device, *, host: str, benchmark_s: float) -> D
     free, _ = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     return DeviceFacts(host, device_kind(device), str(properties.uuid), free + own, benchmark_s)
+
+
+def describe_capacity(device: torch.device, *, host: str) -> DeviceFacts:
+    """Describe the device of this rank by the memory that it has, whether others use some of it now or not."""
+    if device.type != "cuda":
+        return DeviceFacts(host, device_kind(device), "host", installed_bytes(), 0.0)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(host, device_kind(device), str(properties.uuid), properties.total_memory, 0.0)
+
+
+def capacity_bytes(facts: Sequence[DeviceFacts]) -> int:
+    """Return what a rank may use of the memory that devices have: the least of all ranks."""
+    sharers = Counter((fact.host, fact.memory) for fact in facts)
+    return min(int(_USABLE * fact.memory_bytes) // sharers[fact.host, fact.memory] for fact in facts)
 
 
 def overhead_bytes(before: DeviceFacts, after: DeviceFacts, *, communicator_bytes: int, ranks: int) -> int:
@@ -265,13 +280,19 @@ def available_bytes() -> int:
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="ascii").splitlines() if info.is_file() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    everything = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([everything, *available, *_container_bytes(Path("/sys/fs/cgroup"))])
+    left = [limit - int((_GROUP / "memory.current").read_text(encoding="ascii")) for limit in _group_limits()]
+    return min([installed_bytes(), *available, *left])
 
 
-def _container_bytes(group: Path) -> list[int]:
-    """Return what the control group (version 2) of this process leaves, if it has a limit."""
-    limit, used = group / "memory.max", group / "memory.current"
-    if not limit.is_file() or (text := limit.read_text(encoding="ascii").strip()) == "max":
-        return []
-    return [int(text) - int(used.read_text(encoding="ascii"))]
+def installed_bytes() -> int:
+    """Return the memory of this host, or the limit of this container."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_group_limits()])
+
+
+_GROUP = Path("/sys/fs/cgroup")  # control group (version 2) of this process
+
+
+def _group_limits() -> list[int]:
+    limit = _GROUP / "memory.max"
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return [] if text == "max" else [int(text)]

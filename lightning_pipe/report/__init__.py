@@ -1,10 +1,11 @@
 """Show plans and timelines to people: tables, traces, plots, explanations."""
 
 from lightning_pipe.report.account import Account, Flight, accounts, flights, mean_bubble, mean_computing, step_seconds
+from lightning_pipe.report.advice import Alternative, PlanSituation, advice
 from lightning_pipe.report.clocks import aligned, clock_offsets
 from lightning_pipe.report.comparison import Comparison, RankPeak, compare
 from lightning_pipe.report.comparison_table import comparison_table
-from lightning_pipe.report.explain import Alternative, explain, main_sentences, sentences
+from lightning_pipe.report.explain import explain, sentences
 from lightning_pipe.report.page import Page, html_page
 from lightning_pipe.report.plot import plot_memory, plot_timeline
 from lightning_pipe.report.stack_plot import plot_stacks
@@ -19,8 +20,10 @@ __all__ = [
     "Curves",
     "Flight",
     "Page",
+    "PlanSituation",
     "RankPeak",
     "accounts",
+    "advice",
     "aligned",
     "chrome_trace",
     "clock_offsets",
@@ -31,7 +34,6 @@ __all__ = [
     "flights",
     "html_page",
     "idle_stages",
-    "main_sentences",
     "mean_bubble",
     "mean_computing",
     "plan_table",

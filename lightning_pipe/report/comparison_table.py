@@ -19,7 +19,12 @@ THRESHOLD = 0.25  # share by which a step may differ from its prediction before 
 
 
 def comparison_table(
-    comparison: Comparison, *, threshold: float = THRESHOLD, width: int = WIDE, brief: bool = False
+    comparison: Comparison,
+    *,
+    threshold: float = THRESHOLD,
+    width: int = WIDE,
+    brief: bool = False,
+    is_disturbed: bool = False,
 ) -> str:
     """Return the table of `comparison_grid` as text, with step and bubble, and a verdict below.
 
@@ -28,9 +33,12 @@ def comparison_table(
         threshold: share by which step time or memory may differ before a sentence says where most of it comes from.
         width: characters per line.
         brief: as for `comparison_grid`.
+        is_disturbed: as for `verdict`.
     """
     table = text_of(comparison_grid(comparison, brief=brief), width)
-    return "\n".join([table, "", *_footer(comparison), *verdict(comparison, threshold=threshold)])
+    return "\n".join(
+        [table, "", *_footer(comparison), *verdict(comparison, threshold=threshold, is_disturbed=is_disturbed)]
+    )
 
 
 def comparison_grid(comparison: Comparison, *, brief: bool = False) -> Table:
@@ -152,16 +160,22 @@ def _footer(comparison: Comparison) -> Iterator[str]:
     yield f"bubble  predicted {format_share(bubble.predicted)}, measured {format_share(bubble.measured)}"
 
 
-def verdict(comparison: Comparison, *, threshold: float = THRESHOLD) -> list[str]:
+def verdict(comparison: Comparison, *, threshold: float = THRESHOLD, is_disturbed: bool = False) -> list[str]:
     """Return a sentence each for step time and memory where they differ by more than a share of the prediction.
 
     The first names the stage or link that differs most in the direction of the step, in seconds; waiting for other
     stages is an effect and never named.
+
+    Args:
+        comparison: what to judge.
+        threshold: share of the prediction.
+        is_disturbed: whether other work took a part of the processor while what is predicted from was measured: then
+            no cause is named.
     """
     sentences = []
     step = comparison.step
     if abs(step.difference) > threshold * step.predicted:
-        sentences.append(_step_sentence(comparison))
+        sentences.append(f"{_opening(comparison)} {_DISTURBED}" if is_disturbed else _step_sentence(comparison))
     worst = max(comparison.memory, key=lambda memory: abs(memory.total.difference), default=None)
     if worst is not None and abs(worst.total.difference) > threshold * worst.total.predicted:
         measured, predicted = format_bytes(worst.total.measured), format_bytes(worst.total.predicted)
@@ -186,7 +200,7 @@ def _step_sentence(comparison: Comparison) -> str:
     step = comparison.step
     sign = math.copysign(1.0, step.difference)
     suspect = max(_suspects(comparison), key=lambda suspect: sign * suspect.figure.difference)
-    opening = f"Measured: the step takes {step.ratio:.2f}x the predicted time."
+    opening = _opening(comparison)
     if sign * suspect.figure.difference <= 0:
         return f"{opening} No stage or link is the cause: ranks began or ended at other times than predicted."
     size = format_seconds(abs(suspect.figure.difference))
@@ -194,6 +208,11 @@ def _step_sentence(comparison: Comparison) -> str:
     return f"{opening} Largest cause: {suspect.subject} took {size} {direction} than predicted. {cause}"
 
 
+def _opening(comparison: Comparison) -> str:
+    return f"Measured: the step takes {comparison.step.ratio:.2f}x the predicted time."
+
+
+_DISTURBED = "Other work took a part of the processor while operations were timed, which may be all that differs."
 _DEVICE_SLOW = "Is the device slower than the profiled one, or shared with other work?"
 _DEVICE_FAST = "Is the device faster than the profiled one, or was it shared with other work then?"
 _LINK_SLOW = "Is the link slower than it was measured, or shared by several ranks?"

@@ -20,6 +20,7 @@ from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.errors import BrokenRouteError, CaptureError, PlanError, UnsupportedError, faults_reported
 from lightning_pipe.lightning_names import pl
+from lightning_pipe.planner.comparison.alternatives import chosen_options
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
@@ -186,7 +187,18 @@ class PlanMaker:
         planned = PlannedCuts(plan, graph, cuts)
         self._preparation.plan_by(planned)
         if problem is not None:
-            self.proposal = Planned(plan, cuts, problem, tuple(candidates), captured.told(), wanted, may_offload)
+            self.proposal = Planned(
+                plan,
+                cuts,
+                problem,
+                tuple(candidates),
+                captured.told(),
+                wanted,
+                may_offload,
+                chosen=chosen_options(self._config.constraints, has_plan=self._cuts.given is not None),
+                whole=captured.capture.whole,
+                is_disturbed=self._costs.is_disturbed,
+            )
         versions = {
             "Python": platform.python_version(),
             "torch": torch.__version__,

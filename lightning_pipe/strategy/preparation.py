@@ -24,6 +24,7 @@ from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, BrokenRouteError, CaptureError, PipeError, UncapturedError
 from lightning_pipe.lightning_names import rank_zero_warn
+from lightning_pipe.planner.candidates.microbatch_share import count_by_share
 from lightning_pipe.planner.evaluation.rounds import refuse_rounds
 from lightning_pipe.runtime.activations.host import host_of
 from lightning_pipe.schedule.weights import POLICIES
@@ -32,7 +33,7 @@ from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.plans.plan_warnings import (
     warn_of_buffers_by_parts,
-    warn_of_mixing,
+    warn_of_parts_seen,
     warn_of_results_by_parts,
 )
 from lightning_pipe.strategy.plans.planning import cut_other, in_turns, policies_for
@@ -99,7 +100,7 @@ class Preparation:
         self._shapes = ShapesCaptured()
         self._warned_results: set[str] = set()  # where they are said
         self._warned_buffers: set[str] = set()
-        self._warned_mixing: set[str] = set()
+        self._warned_seen: set[str] = set()
 
     @property
     def planned(self) -> PlannedCuts | None:
@@ -300,7 +301,9 @@ class Preparation:
         """Warn once of each result, and each buffer, that micro-batches change."""
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
             self._warned_results |= warn_of_results_by_parts(captured, known=self._warned_results)
-            self._warned_mixing |= warn_of_mixing(captured, known=self._warned_mixing)
+            share = count_by_share(samples, ranks=self.setup.links.control.ranks)
+            sizes = self.cuts.sizes(captured.capture, samples)
+            self._warned_seen |= warn_of_parts_seen(captured, sizes=sizes, share=share, known=self._warned_seen)
             self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:

@@ -22,7 +22,6 @@ from lightning_pipe.capture.steps.batch import same_besides_tensors
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.torch_private import forget_traces, traces_made
 from lightning_pipe.config import DappleConfig
-from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import BatchError, PipeError, StepError, UnsupportedError
 from lightning_pipe.freed_memory import freed_memory_kept
@@ -63,7 +62,7 @@ from lightning_pipe.strategy.pipeline import Pipeline
 from lightning_pipe.strategy.plans.first_steps import FirstSteps
 from lightning_pipe.strategy.plans.logged_rows import PipeLog
 from lightning_pipe.strategy.plans.plan_report import introduce
-from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks, warn_of_batch_statistics
+from lightning_pipe.strategy.plans.plan_warnings import warn_of_backward_hooks
 from lightning_pipe.strategy.plans.recording import Recording
 from lightning_pipe.strategy.plans.second_plan import steps_left
 from lightning_pipe.strategy.plans.watched_steps import StepWatch
@@ -750,7 +749,7 @@ class Session:
     def _plan(self, call: StepRequest) -> None:
         with self._hooks.taken_off():
             self._pipeline.plan_for(call, optimizers=self._optimizers)
-        plan, graph = self._follow_plan(call)
+        plan = self._follow_plan(call)
         self._watch = ParameterWatch(self._module)
         self._hold()
         for groups in self.groups:
@@ -768,14 +767,13 @@ class Session:
             private.note_before_transfer(self._module, self._left.begin, AheadBatch)
         if self._links.control.ranks > 1 and not self._is_summarised:  # by the whole module, which no rank has
             self._module.example_input_array = None
-        warn_of_batch_statistics(plan, graph)
         if plan.microbatches > 1:
             warn_of_backward_hooks(self._module)
         is_kept = self._config.keeps_freed_memory and self._device.type == "cpu"
         self._limit.enter_context(freed_memory_kept(wanted=is_kept))
         self._stopwatch.lap("placing")
 
-    def _follow_plan(self, call: StepRequest) -> tuple[Plan, Graph]:
+    def _follow_plan(self, call: StepRequest) -> Plan:
         """Have everything where the plan wants it, once parameters are placed; on all ranks together."""
         assert self._pipeline.planned is not None, "planned just now"
         plan, graph = self._pipeline.planned
@@ -791,7 +789,7 @@ class Session:
             introduce(proposal, replace(graph, samples=self._pipeline.samples(call.structure)))
             if self._log is not None:
                 self._log.log_plan(proposal)
-        return plan, graph
+        return plan
 
     def _have_in_place(self) -> None:
         """Have weights, their averages and shared optimizer state where ranks hold other parameters than before."""

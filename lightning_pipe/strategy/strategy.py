@@ -89,6 +89,7 @@ from lightning_pipe.strategy.parameters.optimizer import Groups
 from lightning_pipe.strategy.parameters.pending import converting
 from lightning_pipe.strategy.parameters.stand_ins import movable
 from lightning_pipe.strategy.parameters.weights import Weights
+from lightning_pipe.strategy.plans.plan_costs import reproducible
 from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.ranks.connections import Connections, begin_watch, connect_ranks, join_ranks, unconnected
 from lightning_pipe.strategy.ranks.control_plane import ControlPlane
@@ -520,7 +521,7 @@ class DappleStrategy(ParallelStrategy):
             self.model = self.precision_plugin.convert_module(module)
         self._session = Session(
             module,
-            config=self.config,
+            config=reproducible(self.config, ranks=self.world_size),
             links=self._links,
             feed=self._feed,
             plugin=self.precision_plugin,

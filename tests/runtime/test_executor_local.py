@@ -147,7 +147,8 @@ def test_gradients_accumulate_over_programs_until_one_synchronises() -> None:
         torch.testing.assert_close(gradient, expected[f"{layer}.weight"], rtol=0, atol=1e-12)
 
 
-def test_running_averages_advance_as_in_the_plain_module() -> None:
+def test_running_averages_are_the_mean_over_micro_batches() -> None:
+    """Once per batch, whichever ranks have which of them: of three and two samples that begin with the same content."""
     case = UNREPLICATED["batch norm"]
     capture = capture_of(case, module_of(case))
     split = split_of(case, capture)
@@ -155,12 +156,16 @@ def test_running_averages_advance_as_in_the_plain_module() -> None:
     modules = [module_of(case) for _ in range(3)]
     executors = [executor_of(case, m, capture, split, hub.endpoint(rank)) for rank, m in enumerate(modules)]
     run_together(executors, program_of(case, split), [job_of(case)] * 3)
-    plain = module_of(case)
     x, y = job_of(case).leaves
+    norms = []
     for part in (slice(0, 3), slice(3, 5)):
+        plain = module_of(case)
         plain.training_step((x[part], y[part]), 0)
-    for name, buffer in plain.norm.named_buffers():
-        assert torch.equal(modules[0].norm.get_buffer(name), buffer), name
+        norms.append(plain.norm)
+    for name in ("running_mean", "running_var"):
+        expected = 0.6 * norms[0].get_buffer(name) + 0.4 * norms[1].get_buffer(name)
+        torch.testing.assert_close(modules[0].norm.get_buffer(name), expected, rtol=0, atol=1e-12)
+    assert modules[0].norm.num_batches_tracked == 1
 
 
 def test_replicas_agree_on_running_averages_after_the_step() -> None:

@@ -74,11 +74,18 @@ def accumulated(case: Case, microbatches: int) -> Fitted:
         for batch in make_loader(case.name, dtype=case.dtype):
             total = len(batch[0])
             optimizer.zero_grad()
-            loss = 0.0
+            loss, old = 0.0, {name: buffer.clone() for name, buffer in module.named_buffers()}
+            means = {name: torch.zeros_like(buffer) for name, buffer in old.items()}
             for part in zip(*(torch.tensor_split(leaf, microbatches) for leaf in batch), strict=True):
                 share = module.training_step(part, 0) * (len(part[0]) / total)
                 share.backward()
                 loss += float(share)
+                for name, buffer in module.named_buffers():
+                    is_mean = buffer.is_floating_point()
+                    means[name] = means[name] + buffer * (len(part[0]) / total) if is_mean else buffer.clone()
+                    buffer.copy_(old[name])
+            for name, buffer in module.named_buffers():
+                buffer.copy_(means[name])
             optimizer.step()
             losses.append(loss)
     return fitted(trainer, module, losses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,3 +81,8 @@ class Request:
             return self.samples
         dim = self.batch_dim
         return next((leaf.shape[dim] for leaf in self.structure.leaves if len(leaf.shape) > dim), 1)
+
+
+def takes_all_samples(names: Sequence[str]) -> str:
+    """Return why batches are not cut with `whole_batch="exact"`, in words after "since"."""
+    return f"{', '.join(names)} takes all samples of the batch (whole_batch='exact')"

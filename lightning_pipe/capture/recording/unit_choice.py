@@ -11,6 +11,7 @@ call:
   parameters or more than a third of its time, is opened: its own code becomes glue, and the calls inside it units.
 * So on, until the parts are even or nothing is left to open. The size of a unit is the mean of its shares of the
   forward seconds and of the parameters.
+* With deterministic algorithms no time enters: every start has the same units.
 
 The module itself, torchmetrics objects and parametrizations of weights (which belong to the layer whose weight they
 make) are no calls.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import torch
 import torchmetrics
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
@@ -80,6 +82,7 @@ def recording_tree(module: pl.LightningModule, settle: Callable[[], object]) -> 
     paths = call_paths(module)
     sizes = {id(m): sum(p.numel() for p in m.parameters()) for m in module.modules()}
     root = UnitCall("", sizes[id(module)])
+    is_timed = not torch.are_deterministic_algorithms_enabled()
     open_calls = [root]
     original = nn.Module.__call__
 
@@ -96,14 +99,14 @@ def recording_tree(module: pl.LightningModule, settle: Callable[[], object]) -> 
             return original(called, *args, **kwargs)
         finally:
             settle()
-            call.seconds = time.perf_counter() - begin
+            call.seconds = is_timed * (time.perf_counter() - begin)
             open_calls.pop()
 
     begin = time.perf_counter()
     with mock.patch.object(nn.Module, "__call__", record):
         yield root
     settle()
-    root.seconds = time.perf_counter() - begin
+    root.seconds = is_timed * (time.perf_counter() - begin)
 
 
 def faster(one: UnitCall, two: UnitCall) -> UnitCall:

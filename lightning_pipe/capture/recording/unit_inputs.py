@@ -263,6 +263,26 @@ def head_of(
     return "speaks", ""
 
 
+STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+RUNNING = (*STATISTICS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)  # keep means of statistics
+
+
+def by_microbatch(request: Request, trace: UnitTrace) -> tuple[str, ...]:
+    """Name what would see a micro-batch of a step that is cut, and makes something else of it than of the batch.
+
+    These are modules with batch statistics, units that mix samples or change buffers by them, and a loss that
+    `whole_batch="by_microbatch"` takes of micro-batches although it needs the batch.
+    """
+    names: list[str] = []
+    for unit in trace.units:
+        inside = request.module.get_submodule(unit.path).named_modules(prefix=unit.path)
+        statistics = [path for path, child in inside if isinstance(child, STATISTICS) and child.training]
+        changes = unit.path in trace.mixing or not trace.once.issuperset(unit.mutations)
+        names += statistics or [unit.path] * changes
+    is_accumulated = request.whole_batch == "by_microbatch" and trace.loss is not None and trace.law is None
+    return (*dict.fromkeys(names), *[request.method] * is_accumulated)
+
+
 def without_head(request: Request, trace: UnitTrace, headless: str) -> str:
     """Return why batches of a step without a head must not be cut, in words after "since"; "" if they may be."""
     if not headless or trace.law is not None or request.whole_batch == "by_microbatch":

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.graphs.request import Request, takes_all_samples
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
-from lightning_pipe.capture.recording.unit_inputs import GlueTrial, head_of, without_head
+from lightning_pipe.capture.recording.unit_inputs import GlueTrial, by_microbatch, head_of, without_head
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
 from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
@@ -119,6 +119,8 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             whole or f"{nonlinear} gets a gradient that is no multiple of the loss's, from a custom Function or a hook"
         )
     whole = (only or whole or unlike or without_head(request, trace, headless)) if fits else _KEEPS_SIZES
+    if not whole and request.whole_batch == "exact" and (names := by_microbatch(request, replace(trace, once=once))):
+        whole = takes_all_samples(names)
     return replace(
         trace,
         units=tuple(_with_first_writes(unit, first_buffers) for unit in trace.units),

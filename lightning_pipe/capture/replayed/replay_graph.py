@@ -7,9 +7,9 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.recording.unit_inputs import STATISTICS, by_microbatch
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_needs import compared_units, head_needs, readers_of, uncuttable
 from lightning_pipe.capture.replayed.replay_values import leaf_size
@@ -18,7 +18,6 @@ from lightning_pipe.profiles.published_graph import graph_of, stash_of
 from lightning_pipe.profiles.published_layers import Layers
 
 ASKED_BYTES = 16.0  # of a sample: the sums of its rows, and how large they are
-_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def bytes_of(output: UnitOutput) -> int:
@@ -53,6 +52,7 @@ def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], req
         operations=operations,
         tensors=tensors,
         parameter_bytes=sizes,
+        by_microbatch=() if trace.whole else by_microbatch(request, trace),
         coupled=tuple(names),  # glue runs in several stages, which must see the same samples
         uncuttable=frozenset() if trace.loss is None else uncuttable(trace),  # cuts of an evaluation are moved
         unsliceable=unsliceable,
@@ -108,7 +108,7 @@ def leaf_sizes(trace: UnitTrace, request: Request) -> list[float]:
 def _operator(request: Request, unit: Unit) -> str:
     """Name what mixes samples for certain; of other calls it is not known."""
     inside = request.module.get_submodule(unit.path).modules()
-    mixing = (type(module).__name__ for module in inside if isinstance(module, _STATISTICS) and module.training)
+    mixing = (type(module).__name__ for module in inside if isinstance(module, STATISTICS) and module.training)
     return next(mixing, CALL)
 
 

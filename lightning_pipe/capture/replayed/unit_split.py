@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.request import Request
+from lightning_pipe.capture.recording.unit_inputs import RUNNING
 from lightning_pipe.capture.recording.units import Source, UnitOutput, UnitTrace
 from lightning_pipe.capture.replayed.replay_graph import leaf_sizes
 from lightning_pipe.capture.replayed.replay_head import (
@@ -76,6 +77,9 @@ class UnitSplitter:
         self._asked: tuple[int, ...] = ()
         self._batch_dim = request.batch_dim if request.samples is not None else None
         self._buffers = tuple(name for name, _ in request.module.named_buffers())
+        norms = [path for path, m in request.module.named_modules() if isinstance(m, RUNNING)]
+        self._statistics = {f"{path}.{name}" for path in norms for name in ("running_mean", "running_var")}
+        self._once = trace.once | {f"{path}.num_batches_tracked" for path in norms}
         self._names: dict[str, list[str]] = defaultdict(list)
         for name, canonical in aliases.items():
             self._names[canonical].append(name)
@@ -188,7 +192,8 @@ class UnitSplitter:
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
             sends={edge: tuple(names) for edge, names in sends.items() if names and _is_run(edge, is_trained)},
             mutations={name: f"changed:{name}" for name in part.mutations},
-            once=self._trace.once & set(part.mutations),
+            once=self._once & set(part.mutations),
+            averaged=frozenset(self._statistics.intersection(part.mutations)),
             written=frozenset(self._aliases[name] for name in self._trace.writes) & part.parameters.keys(),
             gradients={f"gradient:{name}": name for name in part.trained},
             results=(LOSS,) if has_loss else (),

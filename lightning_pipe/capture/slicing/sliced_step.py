@@ -18,8 +18,8 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.declared_shapes import misshapen
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow, SampleRows
-from lightning_pipe.capture.operators import takes_batch_statistics
+from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, UNKNOWN_MIXING, Flow, SampleRows
+from lightning_pipe.capture.operators import is_random, takes_batch_statistics
 from lightning_pipe.capture.slicing.microbatch_graph import InputValue, MicrobatchGraph, WaitsForAllError
 from lightning_pipe.capture.slicing.placement import LOCAL, TERMS, WHOLE, Placement, Rows
 from lightning_pipe.capture.slicing.results import AfterAll, LateValue, SlicedHead, line_of
@@ -238,6 +238,8 @@ def _flow(joint: JointGraph, build: MicrobatchGraph, slicing: Slicing, combine: 
             samples[node.name] = SampleRows(placement.dim, placement.per_sample, placement.outer)
     statistics = (node for node in slicing.operations if takes_batch_statistics(node) and _is_local(slicing, node))
     coupled = {node.name: BATCH_STATISTICS for node in statistics}
+    if coupled:  # no layout changes what such a step draws: its replicas share no samples there either
+        coupled |= {node.name: UNKNOWN_MIXING for node in slicing.operations if is_random(node)}
     return Flow({**known, **combine}, samples, coupled, "same" if joint.loss is None else "sum")
 
 

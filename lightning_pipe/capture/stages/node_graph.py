@@ -9,7 +9,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.fingerprint import fingerprint, spelled
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.sample_flow import Flow
+from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow
 from lightning_pipe.capture.graphs.value_sizes import Sizes
 from lightning_pipe.capture.stages.assign import Kinds, uncuttable, unsliceable
 from lightning_pipe.capture.stages.batched_weight_grad import joining
@@ -35,12 +35,15 @@ def graph_of_nodes(
     placed = zip(kinds.placed, costs, strict=True)
     parameter_bytes = {aliases[f]: _bytes(nodes[n]) for n, f in joint.parameters.items()}
     sizes = Sizes(joint)
+    described_nodes = tuple(_node(nodes[name], joint, kinds, cost, aliases, sizes) for name, cost in placed)
+    statistics = (node for node in described_nodes if flow.coupled.get(node.name) == BATCH_STATISTICS)
     return Graph(
-        nodes=tuple(_node(nodes[name], joint, kinds, cost, aliases, sizes) for name, cost in placed),
+        nodes=described_nodes,
         samples=joint.samples,
         parameter_bytes=parameter_bytes,
         fingerprint=fingerprint(joint),
         coupled=tuple(flow.coupled),
+        by_microbatch=tuple(dict.fromkeys(node.module or node.op for node in statistics)),
         uncuttable=uncuttable(joint, kinds),
         unsliceable=unsliceable(joint, kinds, flow),
         operations=described.operations,

@@ -2,9 +2,9 @@
 
 A step that counts its calls in a buffer, or takes a step of a power iteration on a weight, does so once per batch on
 one device. Its new content is the same for every micro-batch that begins with the old one, so it is written once, after
-all of them. An average of activations is such a mean over samples too: that of the contents which micro-batches make
-of the old one. Other content that depends on the samples (a memory bank), and the statistics of BatchNorm, go from
-micro-batch to micro-batch, as with gradient accumulation, and so does what they are computed with.
+all of them. An average of activations, and so a running statistic of BatchNorm, is such a mean over samples too: that
+of the contents which micro-batches make of the old one, on whatever ranks. Other content that depends on the samples (a
+memory bank) goes from micro-batch to micro-batch, as with gradient accumulation, and so does what it is computed with.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, Flow
 from lightning_pipe.capture.steps.stage_program import Combine
-
-_COUNTS_STATISTICS = "num_batches_tracked"  # how often statistics beside it were updated
 
 
 def state_once(joint: JointGraph, flow: Flow) -> frozenset[str]:
@@ -43,13 +41,7 @@ def _apart(joint: JointGraph, flow: Flow, *, ways: tuple[Combine, ...]) -> froze
     """Name the state whose new content is made so, and apart from all other state that is written."""
     places = {state: p for p, state in {**joint.parameters, **joint.buffers}.items() if state in joint.mutations}
     reads = _states_read(joint, places)
-    once = {
-        state
-        for state, new in joint.mutations.items()
-        if flow.combine.get(new) in ways
-        and not state.endswith(_COUNTS_STATISTICS)
-        and not is_statistics(joint, flow, new)
-    }
+    once = {state for state, new in joint.mutations.items() if flow.combine.get(new) in ways}
     while True:
         others = joint.mutations.keys() - once
         entangled = {s for s in once if reads[s] & others or any(s in reads[other] for other in others)}

@@ -14,10 +14,11 @@ from dataclasses import replace
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.core.plan import Plan, StagePlan
 from lightning_pipe.core.program import Reduce, Send
+from lightning_pipe.planner.candidates.candidate import stage_plans
 from lightning_pipe.planner.evaluation.evaluate import Judge, Judged
 from lightning_pipe.planner.evaluation.rounds import versions_sentence
-from lightning_pipe.planner.problem import Problem
-from lightning_pipe.report.explain import Alternative, Kind
+from lightning_pipe.planner.problem import Constraints, Problem
+from lightning_pipe.report.advice import Alternative, Kind
 from lightning_pipe.units import counted_noun, format_share
 
 _LARGER = 4  # times the samples of a batch, when a larger one is tried
@@ -40,6 +41,18 @@ def alternatives(problem: Problem, best: Judged, others: Sequence[Judged]) -> li
         *_runner_up(problem, best, others),
         *_variants(problem, best, others),
     ]
+
+
+def chosen_options(constraints: Constraints, *, has_plan: bool = False) -> frozenset[str]:
+    """Return the names of the options that the user has set, of those that decide the form of a plan."""
+    values = {
+        "layout": constraints.replicas,
+        "schedule": constraints.schedule if constraints.warmup is None else None,  # which warm-up implies
+        "microbatches": constraints.microbatches,
+        "stages_per_device": constraints.stages_per_device,
+        "plan": has_plan or None,
+    }
+    return frozenset(name for name, value in values.items() if value is not None)
 
 
 def difference_of(judged: Judged, problem: Problem) -> str:
@@ -80,23 +93,22 @@ def _one_device(problem: Problem) -> Iterator[Alternative]:
         return
     first = problem.cluster.hosts[0]
     cluster = Cluster((replace(first, devices=first.devices[:1]),))
-    yield _whole("one device", "one device", replace(problem, cluster=cluster))
-
-
-def _whole(name: str, kind: Kind, problem: Problem) -> Alternative:
-    """Return the training without stages: one on all ranks of the problem."""
-    return _alternative(name, kind, _judged_whole(problem), problem.cluster)
-
-
-def _judged_whole(problem: Problem) -> Judged:
-    ranks = tuple(range(problem.cluster.ranks))
-    return Judge(problem).judge(Plan((StagePlan("", ranks),), 1, "gpipe", {}, problem.graph.fingerprint))
+    problem = replace(problem, cluster=cluster)
+    judged = Judge(problem).judge(Plan((StagePlan("", (0,)),), 1, "gpipe", {}, problem.graph.fingerprint))
+    yield _alternative("one device", "one device", judged, cluster)
 
 
 def _data_parallel(problem: Problem) -> Iterator[Alternative]:
-    if problem.cluster.ranks == 1 or problem.samples < problem.cluster.ranks:
+    """Yield the training of one stage on all ranks, as the step allows it: in turns, if they can share no samples."""
+    ranks = tuple(range(problem.cluster.ranks))
+    if len(ranks) == 1 or problem.samples < len(ranks):
         return
-    yield _alternative("data parallel (DDP)", "data parallel", _judged_whole(problem), problem.cluster)
+    stages = stage_plans(problem, (), (ranks,))
+    microbatches = 1 if stages[0].share == "samples" else problem.constraints.microbatches or len(ranks)
+    if stages[0].share == "microbatches" and microbatches < len(ranks):
+        return
+    judged = Judge(problem).judge(Plan(stages, microbatches, "gpipe", {}, problem.graph.fingerprint))
+    yield _alternative("data parallel (DDP)", "data parallel", judged, problem.cluster)
 
 
 def _runner_up(problem: Problem, best: Judged, others: Sequence[Judged]) -> Iterator[Alternative]:

@@ -15,7 +15,7 @@ from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.serial import to_yaml
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.cost.stage import position_seconds
-from lightning_pipe.planner.comparison.alternatives import alternatives
+from lightning_pipe.planner.comparison.alternatives import alternatives, chosen_options
 from lightning_pipe.planner.comparison.throughput import model_flops, tokens_text
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.problem import Problem
@@ -76,7 +76,7 @@ def page_of(
         samples=problem.samples,
         rates=partial(_rates, problem),
         tables=tuple(tables),
-        sentences=tuple(sentences(ways, timeline=best.timeline)),
+        sentences=tuple(sentences(ways, timeline=best.timeline, chosen=chosen_options(problem.constraints))),
         predicted=None if is_counted else predicted or best.timeline,
         memory=tuple(_stacks(problem, best, curves or best.curves, held=held or {}, comparison=comparison)),
         candidates=tuple(_candidates(problem, best, others)),

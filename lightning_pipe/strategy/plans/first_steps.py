@@ -83,7 +83,7 @@ class FirstSteps:
         found = findings(planned, recorded)
         if found is not None:
             self.comparison = self._told = found.comparison
-            rank_zero_info(comparison_table(found.comparison, brief=True))
+            rank_zero_info(comparison_table(found.comparison, brief=True, is_disturbed=planned.is_disturbed))
             forget_stale_times(found.comparison, cache=self._config.cache_dir, device=self._device)
         write_files(self._config, planned, recorded, found, module=self._module)
         return recorded

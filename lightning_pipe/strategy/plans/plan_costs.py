@@ -26,7 +26,7 @@ from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout
 from lightning_pipe.cost.counted import counted_on
 from lightning_pipe.freed_memory import freed_memory_kept
-from lightning_pipe.planner.problem import Problem, counted_problem
+from lightning_pipe.planner.problem import Problem, counted_problem, nominal_cluster
 from lightning_pipe.profiler.cache import Timing, folder_under_load, load_timings, store_timings
 from lightning_pipe.profiler.devices import DeviceFacts, build_cluster
 from lightning_pipe.profiler.network.link_probe import LinkFacts, computing
@@ -46,6 +46,18 @@ log = logging.getLogger(__name__)
 _MOST_PER_STAGE = 8  # micro-batches per stage up to which planners go
 
 
+def reproducible(config: DappleConfig, *, ranks: int) -> DappleConfig:
+    """Return options that make the same plan at every start, where deterministic algorithms are asked for."""
+    if not torch.are_deterministic_algorithms_enabled() or ranks == 1 or config.costs == "counted":
+        return config
+    if config.plan is None:
+        log.info(
+            "Trainer(deterministic=True) fixes the plan: costs='counted' instead of measured times, and replan=false. "
+            "So every start draws the same random numbers and cuts batches alike."
+        )
+    return replace(config, costs="counted", replan=False)
+
+
 class PlanCosts:
     """Find out, on all ranks together, what plans of this module cost.
 
@@ -54,12 +66,15 @@ class PlanCosts:
         links: to the other ranks.
         device: where this rank computes.
         host: where it offloads to.
+
+    Attributes:
+        is_disturbed: on rank 0, whether other work took a part of the processor while operations were timed.
     """
 
     def __init__(self, config: DappleConfig, links: Connections, *, device: torch.device, host: HostStore) -> None:
         self._config, self._links, self._device = config, links, device
         self._surroundings = SurroundingsProbe(config.cache_dir, links, device=device, host=host)
-        self._is_disturbed = False  # by other work, while operations were timed
+        self.is_disturbed = False
 
     def problem(
         self,
@@ -87,6 +102,8 @@ class PlanCosts:
         control = self._links.control
         problem = counted_problem(capture.graph, ranks=control.ranks, samples=samples, training=training)
         described = control.agreed(self._given_cluster, source=0, what="the cluster file")
+        if described is None and self._config.costs == "counted" and control.ranks > 1:
+            problem = replace(problem, cluster=nominal_cluster(control.ranks, self._surroundings.memory_bytes()))
         if described is not None:
             problem = replace(problem, cluster=described)
             if not self._measures():
@@ -120,7 +137,7 @@ class PlanCosts:
                 profile = timed
         if control.rank > 0 or profile is None:
             return None
-        self._surroundings.keep(around, optimizers, is_disturbed=self._is_disturbed)
+        self._surroundings.keep(around, optimizers, is_disturbed=self.is_disturbed)
         log.info(
             "Measured %d operations on %s, and the links of %d ranks, in %s.",
             len(profile.seconds), profile.device, control.ranks, format_seconds(time.perf_counter() - started),
@@ -178,14 +195,14 @@ class PlanCosts:
             return None
         said = [one for one in told if one is not None]
         found = {name: timing for timings, _ in said for name, timing in timings.items()}
-        self._is_disturbed = any(is_disturbed for _, is_disturbed in said)
-        if self._is_disturbed:
+        self.is_disturbed = any(is_disturbed for _, is_disturbed in said)
+        if self.is_disturbed:
             log.info(
                 "Other work took a part of the processor while operations were timed. The next start without it "
                 "measures again."
             )
         if cache is not None and found:
-            store_timings(folder_under_load(cache) if self._is_disturbed else cache, self._device, found)
+            store_timings(folder_under_load(cache) if self.is_disturbed else cache, self._device, found)
         return operators.assemble({**known, **found})
 
     def _sizes(self, capture: Capture, samples: int, given: Plan | None) -> tuple[int, ...]:

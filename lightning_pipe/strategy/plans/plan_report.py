@@ -27,7 +27,9 @@ from lightning_pipe.planner.problem import Problem
 from lightning_pipe.report import (
     Comparison,
     Page,
+    PlanSituation,
     RankPeak,
+    advice,
     chrome_trace,
     compare,
     comparison_table,
@@ -35,7 +37,6 @@ from lightning_pipe.report import (
     flights,
     html_page,
     idle_stages,
-    main_sentences,
     plan_table,
     plot_stacks,
     plot_timeline,
@@ -95,30 +96,16 @@ def introduce(planned: Planned, graph: Graph) -> None:
         graph: its graph, with the samples of the whole batch.
     """
     problem = planned.problem
-    if idle := idle_stages(planned.plan, graph):
-        few = f"{len(planned.plan.stages) - len(idle)} stages"
-        rank_zero_warn(
-            f"Stages {', '.join(map(str, idle))} of {len(planned.plan.stages)} hold no parameters and compute next to "
-            f"nothing: their ranks are idle. The step has too few operations for so many stages ({few} would do), or "
-            "samples do not lie along batch_dim, so that most of it sees the whole batch."
-        )
-    if ranks := planned.plan.idle_ranks:
-        named = f"Rank {ranks[0]} computes" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))} compute"
-        rank_zero_warn(
-            f"{named} nothing: replicas take whole micro-batches in turn, as the step mixes samples, and "
-            f"the batch has {planned.plan.microbatches}. Use {problem.cluster.ranks - len(ranks)} of the "
-            f"{problem.cluster.ranks} devices, or more micro-batches."
-        )
     difference = filter(None, [difference_of(planned.judged[0], problem)])
     if problem.profile.source != "measured":
         table = plan_table(planned.plan, graph, joinable=_joinable(planned))
-        rank_zero_info("\n".join([planned.route, table, *difference]))
+        rank_zero_info("\n".join([planned.route, table, *difference, *_advice(planned, graph)]))
         return
     largest = max(microbatch_sizes(problem.samples, planned.plan.microbatches))
     seconds = [sum(both) for both in position_seconds(problem.graph, problem.profile, largest)]
     table = plan_table(planned.plan, graph, seconds=seconds, joinable=_joinable(planned))
     predicted = _predicted(planned.judged[0], problem.cluster)
-    rank_zero_info("\n".join([planned.route, table, "", *difference, predicted, *main_reasons(planned)]))
+    rank_zero_info("\n".join([planned.route, table, "", *difference, predicted, *_advice(planned, graph)]))
     missing = planned.judged[0].overflow(problem.cluster)
     if missing > 0:
         rank_zero_warn(
@@ -181,13 +168,31 @@ def findings(planned: Planned, recorded: Recorded) -> Findings | None:
 def reasons(planned: Planned) -> str:
     """Explain a plan that was made among several."""
     best, *others = planned.judged
-    return explain(alternatives(planned.problem, best, others), timeline=best.timeline)
+    ways = alternatives(_constrained(planned), best, others)
+    return explain(ways, timeline=best.timeline, chosen=planned.chosen)
 
 
-def main_reasons(planned: Planned) -> list[str]:
-    """Return the sentences of `reasons` that matter most."""
+def _constrained(planned: Planned) -> Problem:
+    """Return the problem with the constraints that the plan keeps to."""
+    versions = planned.problem.constraints.versions
+    return replace(planned.problem, constraints=replace(planned.wanted.constraints, versions=versions))
+
+
+def _advice(planned: Planned, graph: Graph) -> list[str]:
+    """Return what is advised of a plan; of counted costs only what holds whatever they are."""
     best, *others = planned.judged
-    return main_sentences(alternatives(planned.problem, best, others), timeline=best.timeline)
+    is_measured = planned.problem.profile.source == "measured"
+    situation = PlanSituation(
+        planned.chosen,
+        planned.whole,
+        alternatives(_constrained(planned), best, others) if is_measured else (),
+        best.timeline,
+        idle_stages=idle_stages(planned.plan, graph),
+        idle_ranks=planned.plan.idle_ranks,
+        microbatches=planned.plan.microbatches,
+        is_disturbed=planned.is_disturbed,
+    )
+    return advice(situation)
 
 
 def write_files(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 
 from torch import nn
 
 from lightning_pipe.capture.steps.backward_hooks import hooked_modules
 from lightning_pipe.capture.steps.stage_program import Split
-from lightning_pipe.core.graph import Graph
-from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Layout
 from lightning_pipe.lightning_names import (
     pl,
@@ -28,31 +26,35 @@ def warn_of_backward_hooks(module: pl.LightningModule) -> None:
         )
 
 
-def warn_of_batch_statistics(plan: Plan, graph: Graph) -> None:
-    """Warn of batch norms, which take the statistics of micro-batches, and of slices of them."""
-    norms = [node for node in graph.nodes if node.name in graph.coupled and "batch_norm" in node.op]
-    if norms and (plan.microbatches > 1 or any(len(s.ranks) > 1 and s.share == "samples" for s in plan.stages)):
-        rank_zero_warn(_mixing(dict.fromkeys(node.module or node.op for node in norms)))
+def warn_of_parts_seen(captured: Captured, *, sizes: Sequence[int], share: int, known: Set[str]) -> set[str]:
+    """Warn of what sees the samples of a micro-batch where one device sees those of the batch, and say the way out.
 
-
-def warn_of_mixing(captured: Captured, *, known: Set[str]) -> set[str]:
-    """Warn of sub-modules of a replayed step that mix samples.
+    Args:
+        captured: the step.
+        sizes: samples of its micro-batches.
+        share: micro-batches with which planning began.
+        known: what has been warned of.
 
     Returns:
-        Their paths; those that are `known` have been told.
+        What has these samples, by name.
     """
-    plays = captured.capture.plays
-    if plays is not None and (new := [path for path in plays.mixing if path not in known]):
-        rank_zero_warn(_mixing(new))
-        return {*new}
-    return set()
+    module, samples = captured.request.module, sum(sizes)
+    new = [name for name in captured.capture.graph.by_microbatch if name not in known]
+    if new and len(sizes) > 1:
+        wider = f"microbatches={share}: {samples // share}, if that fits; " if 1 < share < len(sizes) else ""
+        others = f" (and {len(new) - 1} more)" * (len(new) > 1)
+        rank_zero_warn(
+            f"{_with_class(module, new[0])}{others} sees {min(sizes)} of {samples} samples, so the "
+            f"number of micro-batches changes what is trained; {wider}microbatches=1 or whole_batch='exact': all "
+            f"{samples}, as on one device, but ranks work one after another."
+        )
+    return {*new}
 
 
-def _mixing(names: Iterable[str]) -> str:
-    return (
-        f"Samples of a batch meet in {', '.join(names)}: it sees micro-batches (or slices) instead of whole batches, "
-        "as with gradient accumulation, so results differ a little from those of one device without accumulation."
-    )
+def _with_class(module: nn.Module, name: str) -> str:
+    """Return the path of a sub-module behind the name of its class; another name as it is."""
+    owner = dict(module.named_modules()).get(name)
+    return name if owner is None else f"{type(owner).__name__} {name}"
 
 
 def warn_of_whole_batches(method: str, why: str) -> None:

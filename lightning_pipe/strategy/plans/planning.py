@@ -51,6 +51,9 @@ class Planned:
         route: by which route the step was captured, and why.
         wanted: the options that it keeps to.
         may_offload: whether what is saved can be brought to the host.
+        chosen: names of the options that the user has set, of those that decide the form of a plan.
+        whole: why batches are not cut, in words after "since"; "" if they may be.
+        is_disturbed: whether other work took a part of the processor while operations were timed.
     """
 
     plan: Plan
@@ -60,6 +63,9 @@ class Planned:
     route: str
     wanted: DappleConfig
     may_offload: bool
+    chosen: frozenset[str] = frozenset()
+    whole: str = ""
+    is_disturbed: bool = False
 
 
 _NO_WARMUP = "So all forwards come before the backwards, and `warmup` is not used."

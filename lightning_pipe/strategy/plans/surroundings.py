@@ -30,7 +30,15 @@ from lightning_pipe import cache_files
 from lightning_pipe.core.profile import OptimizerProfile
 from lightning_pipe.core.serial import from_dict, to_dict
 from lightning_pipe.profiler.cache import conditions, digest, folder_under_load
-from lightning_pipe.profiler.devices import DeviceFacts, benchmark, describe_device, hosts_of, overhead_bytes
+from lightning_pipe.profiler.devices import (
+    DeviceFacts,
+    benchmark,
+    capacity_bytes,
+    describe_capacity,
+    describe_device,
+    hosts_of,
+    overhead_bytes,
+)
 from lightning_pipe.profiler.network.host_copies import measure_swap
 from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
 from lightning_pipe.profiler.optimizer import profile_optimizer
@@ -115,6 +123,11 @@ class SurroundingsProbe:
         assert found is not None, "rank 0 has heard the rehearsal"
         return found
 
+    def memory_bytes(self) -> int:
+        """Return what each rank may use of its memory, whatever else runs: the least of all ranks, on all ranks."""
+        mine = describe_capacity(self._device, host=socket.gethostname())
+        return capacity_bytes(self._gathered(mine, "the memory of the devices"))
+
     def _overhead_bytes(self, before: DeviceFacts) -> int:
         """Return what communicators and libraries of this rank take; no communicator is open then."""
         transport = self._links.transport
@@ -134,7 +147,7 @@ class SurroundingsProbe:
         return bool(control.sum(loaded, what="whether other work takes processors"))
 
     def _known(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Surroundings | None:
-        paths = [self._path(facts, optimizers, is_loaded=of_load) for of_load in {False, self.is_loaded}]
+        paths = [self._path(facts, optimizers, is_loaded=of_load) for of_load in sorted({False, self.is_loaded})]
         return next((known for path in paths if path is not None and (known := _load(path)) is not None), None)
 
     def keep(self, found: Surroundings, optimizers: Sequence[Optimizer], *, is_disturbed: bool) -> None:
