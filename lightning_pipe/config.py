@@ -465,6 +465,11 @@ _RULES = {
 }  # fmt: skip
 
 
+def kind_of(name: str) -> type:
+    """Return the type of an option's value; that of a text for an option that does not exist."""
+    return _RULES[name].kind if name in _RULES else str
+
+
 def _warn(note: str) -> None:
     warnings.warn(note, FutureWarning, stacklevel=4)
 

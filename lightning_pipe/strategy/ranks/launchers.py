@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_pipe.random_start import handed_on
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
 from lightning_pipe.runtime.shortages import shortages_named
-from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads
+from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads, prefixed_commands
 from lightning_pipe.strategy.ranks.openmp import release_threads
 from lightning_pipe.strategy.ranks.outcome import handed_over, taken_over
 
@@ -46,11 +46,20 @@ class GuardedScriptLauncher(ScriptLauncher):
         processes: of this host.
         hosts: number of hosts.
         begin: begins to guard this process.
+        command_prefix: what stands between interpreter and script.
     """
 
-    def __init__(self, environment: ClusterEnvironment, processes: int, hosts: int, *, begin: Begin) -> None:
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        processes: int,
+        hosts: int,
+        *,
+        begin: Begin,
+        command_prefix: Sequence[str] = (),
+    ) -> None:
         super().__init__(environment, processes, hosts)
-        self._begin = begin
+        self._begin, self._command_prefix = begin, command_prefix
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -82,7 +91,7 @@ class GuardedScriptLauncher(ScriptLauncher):
         """Start the other ranks of this host; end those that have been started if one cannot be."""
         with shortages_named("A rank of this host"), contextlib.ExitStack() as undo:
             undo.callback(self._end_started)
-            with handed_on():
+            with handed_on(), prefixed_commands(self._command_prefix):
                 self._call_children_scripts()
             undo.pop_all()
 

@@ -1,0 +1,198 @@
+"""The strategy as users make it: options until a Trainer takes it, then a strategy of that Trainer's package.
+
+Lightning has two package names (`lightning_package`), and a Trainer takes strategies of its own package only. So a
+`DappleStrategy` has no base class of Lightning at first, and both packages take it for one of theirs (a virtual
+subclass). The first thing that a Trainer gives it is an accelerator. Its package is then that of the process, and
+`PipelineStrategy` for this package becomes the base class.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lightning_pipe.config import (
+    CaptureMode,
+    CostSource,
+    DappleConfig,
+    RestoredRanks,
+    StartMethod,
+    WeightVersions,
+    WholeBatch,
+    chosen_config,
+)
+from lightning_pipe.entry.environment_options import with_environment
+from lightning_pipe.entry.run_program import command_prefix
+from lightning_pipe.lightning_package import TRAINERS, choose, package_in_use, package_of
+from lightning_pipe.planner.problem import Sharding
+from lightning_pipe.planner.registry import PlannerName
+from lightning_pipe.schedule.orders.one_f_one_b import Warmup
+from lightning_pipe.schedule.registry import ScheduleName
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_pipe.lightning_names import Accelerator, CheckpointIO, ClusterEnvironment, Precision
+    from lightning_pipe.strategy.strategy import PipelineStrategy as _Base
+else:
+
+    class _Base(ABC):  # noqa: B024 - laid out as a strategy of Lightning; until the package is known
+        pass
+
+
+class DappleStrategy(_Base):
+    """Train as a pipeline of stages; import it from `lightning_pipe`.
+
+    Options that are left at their defaults may come from the environment: `LIGHTNING_PIPE`, `LIGHTNING_PIPE_CONFIG`.
+
+    Args:
+        config: all options at once. Or set its fields as keyword arguments (`plan` to `verbose`): see `DappleConfig`.
+        accelerator: as for every strategy of Lightning. The Trainer sets this and the next four arguments.
+        parallel_devices: as for every strategy.
+        cluster_environment: as for every strategy.
+        checkpoint_io: as for every strategy.
+        precision_plugin: as for every strategy.
+        process_group_backend: backend of the default process group; by default the device's.
+        unknown: not accepted: an option that does not exist is refused, with the nearest existing name.
+
+    Raises:
+        ConfigError: if an option is unknown, or has a value that cannot be; also of those from the environment.
+
+    Example:
+        >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
+    """
+
+    strategy_name = "dapple"
+
+    def __init__(
+        self,
+        config: DappleConfig | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        plan: str | os.PathLike[str] | None = None,
+        planner: PlannerName = "auto",
+        layout: str | int | list[int] | None = None,
+        schedule: ScheduleName | str | os.PathLike[str] | None = None,
+        stages_per_device: int | None = None,
+        warmup: Warmup | str | int | list[int] | None = None,
+        microbatches: int | None = None,
+        costs: CostSource = "measured",
+        cluster: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        capture: CaptureMode = "auto",
+        whole_batch: WholeBatch = "auto",
+        check: bool = True,
+        recheck: bool = False,
+        witness: bool = True,
+        post_validation: bool = False,
+        compile: bool = False,
+        cuda_graphs: bool = False,
+        batch_dim: int = 0,
+        seed: int | None = None,
+        exact_ties: bool = False,
+        deadline_s: float = 300.0,
+        report: str | os.PathLike[str] | None = None,
+        memory_limit: str | int | dict[str, str | int] | None = None,
+        keep_freed_memory: bool = True,
+        shard_optimizer: Sharding | bool = "auto",
+        measure_memory: bool = False,
+        trace: str | os.PathLike[str] | None = None,
+        timeline_steps: int = 5,
+        watch_every: int = 50,
+        replan: bool = True,
+        start_method: StartMethod = "popen",
+        weights: str | os.PathLike[str] | None = None,
+        versions: WeightVersions = "sync",
+        versions_options: str | dict[str, float] | None = None,
+        save_distributed_checkpoint: bool = False,
+        async_checkpoint: bool = False,
+        restore: RestoredRanks = "auto",
+        verbose: bool = True,
+        **unknown: Any,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
+        self.config, origins = with_environment(chosen_config(config, {**options, **unknown}), os.environ)
+        of_trainer = {
+            "accelerator": accelerator,
+            "parallel_devices": parallel_devices,
+            "cluster_environment": cluster_environment,
+            "checkpoint_io": checkpoint_io,
+            "precision_plugin": precision_plugin,
+        }
+        own = {"process_group_backend": process_group_backend, "origins": origins, "command_prefix": command_prefix()}
+        self._arguments: dict[str, Any] = {**of_trainer, **own}  # until a Trainer takes it
+        # a Trainer looks at these before it gives anything
+        self._accelerator, self._checkpoint_io, self._precision_plugin = accelerator, checkpoint_io, precision_plugin
+        vars(self).update(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Return the accelerator that the Trainer has given."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        if accelerator is not None:
+            self._join(package_of(type(accelerator)))
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what Lightning's strategies have; asked for before a Trainer takes it, the package in use is taken."""
+        if name.startswith("__") or "_arguments" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._join(package_in_use())
+        return getattr(self, name)
+
+    def _join(self, package: str | None) -> None:
+        """Become a strategy of a package, that of this process from now on.
+
+        Raises:
+            ConfigError: if this process uses the other package.
+        """
+        _give_base(package or package_in_use())
+        if (arguments := vars(self).pop("_arguments", None)) is not None:
+            vars(self).pop("parallel_devices", None)  # a property from now on
+            super().__init__(self.config, **arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how a copy in another process is made: it is of the same package."""
+        package = package_in_use() if "_arguments" not in vars(self) else None
+        return (_made_again, (type(self), package), *super().__reduce_ex__(protocol)[2:])
+
+
+_Strategy = TypeVar("_Strategy", bound=DappleStrategy)
+
+
+def _made_again(kind: type[_Strategy], package: str | None) -> _Strategy:
+    if package is not None:
+        _give_base(package)
+    return kind.__new__(kind)
+
+
+def _give_base(package: str) -> None:
+    """Let the strategies of this process be those of a package.
+
+    Raises:
+        ConfigError: if this process uses the other package.
+    """
+    choose(package)
+    from lightning_pipe.strategy.strategy import PipelineStrategy
+
+    DappleStrategy.__bases__ = (PipelineStrategy,)
+
+
+def accept_in(strategies: Any) -> None:
+    """Let Trainers of a package, given its module of strategies, take a `DappleStrategy` for one of theirs."""
+    strategies.Strategy.register(DappleStrategy)
+
+
+for _module in TRAINERS.values():
+    if hasattr(_strategies := sys.modules.get(f"{_module}.strategies"), "Strategy"):
+        accept_in(_strategies)
