@@ -32,9 +32,6 @@ from lightning_pipe.schedule.orders.one_f_one_b import Warmup
 from lightning_pipe.schedule.registry import ScheduleName
 
 if TYPE_CHECKING:
-    import torch
-
-    from lightning_pipe.lightning_names import Accelerator, CheckpointIO, ClusterEnvironment, Precision
     from lightning_pipe.strategy.strategy import PipelineStrategy as _Base
 else:
 
@@ -70,11 +67,11 @@ class DappleStrategy(_Base):
         self,
         config: DappleConfig | None = None,
         *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[Any] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
         process_group_backend: str | None = None,
         plan: str | os.PathLike[str] | None = None,
         planner: PlannerName = "auto",
@@ -133,12 +130,12 @@ class DappleStrategy(_Base):
         vars(self).update(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
 
     @property
-    def accelerator(self) -> Accelerator | None:
+    def accelerator(self) -> Any:
         """Return the accelerator that the Trainer has given."""
         return self._accelerator
 
     @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:
+    def accelerator(self, accelerator: Any) -> None:
         if accelerator is not None:
             self._join(package_of(type(accelerator)))
         self._accelerator = accelerator

@@ -16,11 +16,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from lightning_pipe.errors import ConfigError
 
 COMMAND = "run"
 _PREFIX = ("-m", "lightning_pipe", COMMAND)
+_USAGE = (
+    f"expected `{COMMAND} train.py ...`, `{COMMAND} -m package.module ...`, or a command such as `{COMMAND} chemprop`"
+)
 _running: list[Sequence[str]] = []  # prefixes of programs that were run in this process
 
 
@@ -30,48 +34,54 @@ def command_prefix() -> Sequence[str]:
 
 
 def main() -> int:
-    """Run the program that the words after `run` name; return the exit status."""
+    """Run the program that the words after `run` name, as this process; return the exit status."""
     try:
-        run_program(sys.argv[2:])
+        program, arguments = _found(sys.argv[2:])
     except ConfigError as error:
         sys.stderr.write(f"lightning-pipe {COMMAND}: {error}\n")
         return 2
+    _running.append(_PREFIX)
+    sys.argv = [program.name, *arguments]
+    sys.path[0] = program.folder
+    if program.is_module:
+        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program.name, run_name="__main__")
     return 0
 
 
-def run_program(words: Sequence[str]) -> None:
-    """Run a program as the main one of this process; it ends as the program does.
+class _Program(NamedTuple):
+    """A program: a module by its name, or a script by its path, and where its imports are looked up first."""
 
-    Args:
-        words: the file, or "-m" and the module, and the arguments of the program.
+    name: str
+    is_module: bool
+    folder: str
+
+
+def _found(words: Sequence[str]) -> tuple[_Program, Sequence[str]]:
+    """Return the program that the first words name, and its arguments.
 
     Raises:
         ConfigError: if there is no such program, or it is not written in Python.
     """
-    usage = f"expected `{COMMAND} train.py ...`, `{COMMAND} -m package.module ...`, or the name of a command"
     is_module = words[:1] == ["-m"]
-    program = next(iter(words[1:] if is_module else words), None)
-    if program is None or (program.startswith("-")):
-        raise ConfigError(f"found {program or 'no program'}; {usage}")
-    arguments = words[2:] if is_module else words[1:]
-    path = program if is_module else _script(program, usage)
-    _running.append(_PREFIX)
-    sys.argv = [path, *arguments]
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(path))
+    name, arguments = next(iter(words[is_module:]), "nothing"), words[1 + is_module :]
+    if name == "nothing" or name.startswith("-"):
+        raise ConfigError(f"found {name}; {_USAGE}")
     if is_module:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(path, run_name="__main__")
+        return _Program(name, True, os.getcwd()), arguments
+    path = _script(name)
+    return _Program(path, False, os.path.dirname(os.path.abspath(path))), arguments
 
 
-def _script(program: str, usage: str) -> str:
+def _script(program: str) -> str:
     """Return the path of a script, or of a command that is one."""
     path = program if Path(program).exists() else shutil.which(program)
     if path is None:
-        raise ConfigError(f"found neither a file nor a command named {program!r}; {usage}")
+        raise ConfigError(f"found neither a file nor a command named {program!r}; {_USAGE}")
     if Path(path).is_file() and Path(path).suffix not in (".py", ".pyw", ".pyc"):
         with open(path, "rb") as file:
             first = file.readline()
         if not first.startswith(b"#!"):
-            raise ConfigError(f"found {path}, which is no Python program; {usage}")
+            raise ConfigError(f"found {path}, which is no Python program; {_USAGE}")
     return path

@@ -68,6 +68,7 @@ from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.option_checks import check_options, check_run
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.hook_weights import WeightsInHooks
 from lightning_pipe.strategy.parameters.initial_values import make
@@ -333,6 +334,8 @@ class PipelineStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None, "set by the trainer"
+        if self.global_rank == 0:
+            check_options(self.config, ranks=self.num_nodes * self.num_processes)
         if self.num_nodes * self.num_processes == 1:
             return
         if self.config.start_method == "popen":
@@ -341,10 +344,18 @@ class PipelineStrategy(ParallelStrategy):
                 self.num_processes,
                 self.num_nodes,
                 begin=self._launched,
+                check=self._check_run,
                 command_prefix=self._command_prefix,
             )
         else:
-            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._launched)
+            self._launcher = GuardedForkLauncher(
+                self, start_method=self.config.start_method, begin=self._launched, check=self._check_run
+            )
+
+    def _check_run(self, trainer: pl.Trainer, given: Sequence[Any]) -> None:
+        """Check a run before its processes start."""
+        if self.lightning_module is not None and self.global_rank == 0:
+            check_run(self.config, trainer, self.lightning_module, given)
 
     def _launched(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard a process that is launched, and to measure how long it takes to start."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
@@ -21,7 +22,6 @@ from lightning_pipe.core.serial import load_json, load_yaml
 from lightning_pipe.errors import ClusterError
 from lightning_pipe.strategy.plans import stale_times
 from lightning_pipe.strategy.plans.stale_times import ProcessorTime
-from lightning_pipe.strategy.strategy import DappleStrategy
 from lightning_pipe.units import format_seconds, format_share
 from models.parity import make_loader, make_module
 from ranks.world import World

@@ -36,6 +36,7 @@ _MOMENT_S = 1.0  # for the guards to say it first: they know what the rank did
 _VERDICT_S = 3.0
 
 Begin = Callable[..., GuardClient]
+Check = Callable[[Any, Sequence[Any]], None]
 
 
 class GuardedScriptLauncher(ScriptLauncher):
@@ -46,6 +47,7 @@ class GuardedScriptLauncher(ScriptLauncher):
         processes: of this host.
         hosts: number of hosts.
         begin: begins to guard this process.
+        check: is given the trainer and the arguments of the run, before anything starts.
         command_prefix: what stands between interpreter and script.
     """
 
@@ -56,10 +58,11 @@ class GuardedScriptLauncher(ScriptLauncher):
         hosts: int,
         *,
         begin: Begin,
+        check: Check,
         command_prefix: Sequence[str] = (),
     ) -> None:
         super().__init__(environment, processes, hosts)
-        self._begin, self._command_prefix = begin, command_prefix
+        self._begin, self._check, self._command_prefix = begin, check, command_prefix
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -76,6 +79,7 @@ class GuardedScriptLauncher(ScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this host and call the function."""
+        self._check(trainer, args)
         guard = self._begin()
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -134,11 +138,12 @@ class GuardedForkLauncher(ForkLauncher):
         strategy: of the trainer.
         start_method: of multiprocessing.
         begin: begins to guard a process; called in every child with the file for the first failure.
+        check: is given the trainer and the arguments of the run, before anything starts.
     """
 
-    def __init__(self, strategy: Any, *, start_method: Any, begin: Begin) -> None:
+    def __init__(self, strategy: Any, *, start_method: Any, begin: Begin, check: Check) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._begin = begin
+        self._begin, self._check = begin, check
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start all ranks, wait for them, and return what rank 0 does.
@@ -146,6 +151,7 @@ class GuardedForkLauncher(ForkLauncher):
         Raises:
             PipelineError: if a rank has died, with what it did last.
         """
+        self._check(trainer, args)
         release_threads()
         with shortages_named("A rank of this host"), tempfile.TemporaryDirectory(prefix="verdict") as folder:
             verdict = Path(folder, "failure")
