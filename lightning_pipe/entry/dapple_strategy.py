@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from lightning_pipe.config import (
     CaptureMode,
@@ -32,14 +33,37 @@ from lightning_pipe.schedule.orders.one_f_one_b import Warmup
 from lightning_pipe.schedule.registry import ScheduleName
 
 if TYPE_CHECKING:
-    from lightning_pipe.strategy.strategy import PipelineStrategy as _Base
+    from lightning_pipe.strategy.strategy import PipelineStrategy as _Undecided
 else:
 
-    class _Base(ABC):  # noqa: B024 - laid out as a strategy of Lightning; until the package is known
-        pass
+    class _Undecided(ABC):  # noqa: B024 - an ABC, since the base that takes its place must be laid out in the same way
+        """Base of strategies until the package is known: options, and what a Trainer looks at before it takes one."""
+
+        def __init__(self, config: DappleConfig, **arguments: Any) -> None:
+            self.config, self._arguments = config, arguments
+            self._accelerator, self._checkpoint_io = arguments["accelerator"], arguments["checkpoint_io"]
+            self._precision_plugin = arguments["precision_plugin"]
+            vars(self).update({name: arguments[name] for name in ("parallel_devices", "cluster_environment")})
+            _undecided.add(self)
+
+        @property
+        def accelerator(self) -> Any:
+            return self._accelerator
+
+        @accelerator.setter
+        def accelerator(self, accelerator: Any) -> None:
+            _decide(package_of(type(accelerator)) or package_in_use())
+            self.accelerator = accelerator  # by Lightning's property from now on
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what a strategy has, for whom asks before a Trainer takes it: of the package in use."""
+            if name.startswith("__") or self not in _undecided:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            _decide(package_in_use())
+            return getattr(self, name)
 
 
-class DappleStrategy(_Base):
+class DappleStrategy(_Undecided):
     """Train as a pipeline of stages; import it from `lightning_pipe`.
 
     Options that are left at their defaults may come from the environment: `LIGHTNING_PIPE`, `LIGHTNING_PIPE_CONFIG`.
@@ -115,65 +139,46 @@ class DappleStrategy(_Base):
         **unknown: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
-        self.config, origins = with_environment(chosen_config(config, {**options, **unknown}), os.environ)
-        of_trainer = {
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-        }
-        own = {"process_group_backend": process_group_backend, "origins": origins, "command_prefix": command_prefix()}
-        self._arguments: dict[str, Any] = {**of_trainer, **own}  # until a Trainer takes it
-        # a Trainer looks at these before it gives anything
-        self._accelerator, self._checkpoint_io, self._precision_plugin = accelerator, checkpoint_io, precision_plugin
-        vars(self).update(parallel_devices=parallel_devices, cluster_environment=cluster_environment)
-
-    @property
-    def accelerator(self) -> Any:
-        """Return the accelerator that the Trainer has given."""
-        return self._accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Any) -> None:
-        if accelerator is not None:
-            self._join(package_of(type(accelerator)))
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what Lightning's strategies have; asked for before a Trainer takes it, the package in use is taken."""
-        if name.startswith("__") or "_arguments" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._join(package_in_use())
-        return getattr(self, name)
-
-    def _join(self, package: str | None) -> None:
-        """Become a strategy of a package, that of this process from now on.
-
-        Raises:
-            ConfigError: if this process uses the other package.
-        """
-        _give_base(package or package_in_use())
-        if (arguments := vars(self).pop("_arguments", None)) is not None:
-            vars(self).pop("parallel_devices", None)  # a property from now on
-            super().__init__(self.config, **arguments)
+        config, origins = with_environment(chosen_config(config, {**options, **unknown}), os.environ)
+        super().__init__(
+            config,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            origins=origins,
+            command_prefix=command_prefix(),
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return how a copy in another process is made: it is of the same package."""
-        package = package_in_use() if "_arguments" not in vars(self) else None
+        """Return how a copy is made, in another process too: it is of the same package."""
+        package = None if self in _undecided else package_in_use()
         return (_made_again, (type(self), package), *super().__reduce_ex__(protocol)[2:])
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of another one."""
+        if _ARGUMENTS not in state:
+            super().__setstate__(state)
+            return
+        vars(self).update(state)
+        _undecided.add(self)
+        if _Undecided not in type(self).__mro__:
+            _decide(package_in_use())
 
-_Strategy = TypeVar("_Strategy", bound=DappleStrategy)
+
+_ARGUMENTS = "_arguments"  # of the constructor, until the package is known
+_undecided: WeakSet[DappleStrategy] = WeakSet()
 
 
-def _made_again(kind: type[_Strategy], package: str | None) -> _Strategy:
+def _made_again(kind: type[DappleStrategy], package: str | None) -> DappleStrategy:
     if package is not None:
-        _give_base(package)
+        _decide(package)
     return kind.__new__(kind)
 
 
-def _give_base(package: str) -> None:
+def _decide(package: str) -> None:
     """Let the strategies of this process be those of a package.
 
     Raises:
@@ -183,6 +188,11 @@ def _give_base(package: str) -> None:
     from lightning_pipe.strategy.strategy import PipelineStrategy
 
     DappleStrategy.__bases__ = (PipelineStrategy,)
+    while _undecided:
+        strategy = _undecided.pop()
+        arguments = vars(strategy).pop(_ARGUMENTS)
+        vars(strategy).pop("parallel_devices")  # a property from now on
+        PipelineStrategy.__init__(strategy, strategy.config, **arguments)
 
 
 def accept_in(strategies: Any) -> None:

@@ -47,6 +47,7 @@ from lightning_pipe.lightning_names import (
     pl,
     rank_zero_only,
 )
+from lightning_pipe.lightning_package import choose, package_in_use, package_of
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
@@ -173,6 +174,16 @@ class PipelineStrategy(ParallelStrategy):
         self._in_hooks: WeightsInHooks | None = None  # from setup to teardown
         self._is_resumed = False  # whether a checkpoint gives this run its weights
         self._initialised: pl.LightningModule | None = None  # that has got the weights of a file
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Return the accelerator that the Trainer has given."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        choose(package_of(type(accelerator)) or package_in_use())  # whose Trainer it is
+        self._accelerator = accelerator
 
     @property
     def is_distributed(self) -> bool:
