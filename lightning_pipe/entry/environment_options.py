@@ -40,22 +40,22 @@ def with_environment(config: DappleConfig, environment: Mapping[str, str]) -> tu
         sources[VARIABLE] = _checked(_of_text(text), VARIABLE)
     if path:
         sources[f"{FILE_VARIABLE}={path}"] = _checked(_of_file(path), path)
-    defaults = vars(DappleConfig())
-    options = {name: value for name, value in vars(config).items() if value != defaults[name]}
-    origins, unused = [], []
-    for source, found in sources.items():
-        more = {name: value for name, value in found.items() if name not in options}
-        origins += [f"{_written(more)} of {source}"] if more else []
-        rest = {name: value for name, value in found.items() if name in options}
-        unused += [f"{_written(rest)} of {source}"] if rest else []
-        options |= more
     if not sources:
         return config, ""
-    told = "; not ".join([f"Options from the environment: {', '.join(origins) or 'none'}", *unused])
+    defaults = vars(DappleConfig())
+    options = {name: value for name, value in vars(config).items() if value != defaults[name]}
+    used: dict[str, Mapping[str, Any]] = {}
+    for source, found in sources.items():
+        used[source] = {name: value for name, value in found.items() if name not in options}
+        options |= used[source]
+    told = ", ".join(f"{_written(more)} ({source})" for source, more in used.items() if more) or "none"
+    passed_over = {name for source, found in sources.items() for name in found.keys() - used[source].keys()}
+    if passed_over:
+        told += f"; set elsewhere already: {', '.join(sorted(passed_over))}"
     try:
-        return read_config(options), told + (", since code or the variable sets another." if unused else ".")
+        return read_config(options), f"Options from the environment: {told}."
     except ConfigError as error:
-        raise ConfigError(f"{error} ({told}.)") from None
+        raise ConfigError(f"{error} Options from the environment: {told}.") from None
 
 
 def _written(options: Mapping[str, Any]) -> str:

@@ -33,10 +33,14 @@ def command_prefix() -> Sequence[str]:
     return _running[-1] if _running else ()
 
 
-def main() -> int:
-    """Run the program that the words after `run` name, as this process; return the exit status."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a program as the main one of this process, and return the exit status.
+
+    Args:
+        words: the program and its arguments; by default those of this process that follow `run`.
+    """
     try:
-        program, arguments = _found(sys.argv[2:])
+        program, arguments = _found(sys.argv[2:] if words is None else list(words))
     except ConfigError as error:
         sys.stderr.write(f"lightning-pipe {COMMAND}: {error}\n")
         return 2
