@@ -68,7 +68,7 @@ def test_asked_before_a_trainer_the_imported_package_decides(python, main, packa
 
 ORDERS = {
     "made before any import of Lightning": "s = lightning_pipe.DappleStrategy(); import lightning.pytorch, {package}",
-    "a subclass": "import pytorch_lightning, lightning.pytorch\nclass Own(lightning_pipe.DappleStrategy): ...\ns = Own()",
+    "a subclass": "import lightning.pytorch, pytorch_lightning\nclass O(lightning_pipe.DappleStrategy): ...\ns = O()",
 }
 
 
@@ -108,7 +108,7 @@ for name, order in {ORDERS!r}.items():
     of = package.partition(".")[0]
     other = "lightning" if of == "pytorch_lightning" else "pytorch_lightning"
     lines = found.stdout.splitlines()
-    kinds = [f"{name} {'Own' if 'subclass' in name else 'DappleStrategy'} True True" for name in ORDERS]
+    kinds = [f"{name} {'O' if 'subclass' in name else 'DappleStrategy'} True True" for name in ORDERS]
     refused = f"found a Trainer or module of the package {other!r} in a process that uses"[:62]
     assert lines == [line for kind in kinds for line in (kind, "3", refused)], found.stderr
 
