@@ -31,26 +31,33 @@ _FEW_RANKS = 6  # up to which all rows of devices are tried
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_options(config: DappleConfig, *, ranks: int) -> None:
-    """Check options against the number of ranks, and the files that they name.
+def check_options(config: DappleConfig, *, ranks: int, hosts: int) -> None:
+    """Check options against the number of ranks and, on one host, the files that they name; on every rank.
+
+    Of several hosts, the one of rank 0 alone needs these files: they are read when ranks can tell each other.
 
     Raises:
         PipeError: naming the option, what was found, and the way out.
     """
-    constraints = config.constraints
-    if constraints.replicas is not None:
-        check_layout(constraints.replicas, ranks)
-    if constraints.order and len(constraints.order) != ranks:
+    if config.replicas is not None:
+        check_layout(config.replicas, ranks)
+    if ranks > 1:
+        _check_schedule(config, ranks)
+        _check_versions(config)
+    if hosts == 1:
+        _check_files(config, ranks)
+
+
+def _check_files(config: DappleConfig, ranks: int) -> None:
+    order = config.constraints.order
+    if order and len(order) != ranks:
         raise PlanError(
-            f"schedule={config.schedule!r} has passes for {len(constraints.order)} ranks, the trainer has {ranks}. "
-            "Change `devices` (times `num_nodes`), or the file."
+            f"schedule={config.schedule!r} has passes for {len(order)} ranks, the trainer has {ranks}. Change "
+            "`devices` (times `num_nodes`), or the file."
         )
     if (plan := given_plan(config)) is not None:
         check_ranks_of_plan(plan, ranks)
     given_cluster(config, ranks)
-    if ranks > 1:
-        _check_schedule(config, ranks)
-        _check_versions(config)
     if config.weights is not None:
         open_weights(Path(config.weights))
     _check_cache(config.cache)
@@ -71,7 +78,8 @@ def check_run(config: DappleConfig, trainer: pl.Trainer, module: pl.LightningMod
     refuse(trainer, module)
     if trainer.state.fn != TrainerFn.FITTING:
         return
-    make_room(config)
+    if trainer.num_nodes == 1:
+        make_room(config)
     loader = next(iter(given[1:]), None)
     is_cut_by_option = config.microbatches is not None and config.batch_dim == 0
     if not is_cut_by_option or any(is_overridden(hook, module, pl.LightningModule) for hook in _BATCH_HOOKS):

@@ -345,8 +345,7 @@ class PipelineStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None, "set by the trainer"
-        if self.global_rank == 0:
-            check_options(self.config, ranks=self.num_nodes * self.num_processes)
+        check_options(self.config, ranks=self.num_nodes * self.num_processes, hosts=self.num_nodes)
         if self.num_nodes * self.num_processes == 1:
             return
         if self.config.start_method == "popen":
@@ -365,7 +364,7 @@ class PipelineStrategy(ParallelStrategy):
 
     def _check_run(self, trainer: pl.Trainer, given: Sequence[Any]) -> None:
         """Check a run before its processes start."""
-        if self.lightning_module is not None and self.global_rank == 0:
+        if self.lightning_module is not None:
             check_run(self.config, trainer, self.lightning_module, given)
 
     def _launched(self, *, verdict: str = "") -> GuardClient:
@@ -395,6 +394,7 @@ class PipelineStrategy(ParallelStrategy):
         show_log(rank=self.global_rank, verbose=self.config.verbose)
         if self._origins:
             log.info("%s", self._origins)
+            self._origins = ""  # shown once
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
         self._adapt_callbacks(self.lightning_module)

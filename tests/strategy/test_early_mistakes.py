@@ -55,10 +55,10 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[str] = []
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", lambda launcher: started.append("ranks"))
 
-    def run(module: pl.LightningModule, **options: Any) -> None:
+    def run(module: pl.LightningModule, strategy: str = "", **options: Any) -> None:
         try:
             trainer = pl.Trainer(
-                accelerator="cpu", devices=2, strategy=DappleStrategy(**options), logger=False, max_steps=1,
+                accelerator="cpu", devices=2, strategy=strategy or DappleStrategy(**options), logger=False, max_steps=1,
                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             )  # fmt: skip
             trainer.fit(module, loader(16, 8))
@@ -73,6 +73,12 @@ def test_a_mistake_ends_before_a_process_is_started(fit, mistake: str) -> None:
     options, text = MISTAKES[mistake]
     with pytest.raises(PipeError, match=text):
         fit(Small(), **options)
+
+
+def test_options_of_the_environment_reach_a_trainer_that_is_given_the_name(fit, monkeypatch) -> None:
+    monkeypatch.setenv("LIGHTNING_PIPE", "microbatches=64")
+    with pytest.raises(PipeError, match="has 8 samples, but 64 micro-batches are wanted"):
+        fit(Small(), strategy="dapple")
 
 
 def test_what_a_module_cannot_is_refused_before_a_process_is_started(fit) -> None:
