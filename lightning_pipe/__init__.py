@@ -12,8 +12,8 @@ from lightning_pipe.registration import register_strategy
 
 if TYPE_CHECKING:
     from lightning_pipe.cli.python import PlannedStep, compare, plan
+    from lightning_pipe.entry.dapple_strategy import DappleStrategy
     from lightning_pipe.schedule.registry import register_schedule
-    from lightning_pipe.strategy.strategy import DappleStrategy
 
 __all__ = ["DappleStrategy", "PlannedStep", "__version__", "compare", "plan", "register_schedule"]
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ register_strategy()
 
 def __getattr__(name: str) -> Any:
     if name == "DappleStrategy":
-        from lightning_pipe.strategy.strategy import DappleStrategy
+        from lightning_pipe.entry.dapple_strategy import DappleStrategy
 
         return DappleStrategy
     if name in ("PlannedStep", "compare", "plan"):

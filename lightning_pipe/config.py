@@ -34,7 +34,7 @@ from lightning_pipe.schedule.formats.torch_csv import load_csv
 from lightning_pipe.schedule.orders.one_f_one_b import WARMUPS, Warmup
 from lightning_pipe.schedule.registry import SCHEDULES, ScheduleName
 from lightning_pipe.schedule.weights import POLICIES, VersionOptions, WeightPolicy
-from lightning_pipe.units import parse_bytes
+from lightning_pipe.units import format_bytes, parse_bytes
 
 CostSource = Literal["measured", "counted"]
 CaptureMode = Literal["auto", "joint", "replay"]
@@ -335,6 +335,9 @@ _DECIDED_BY_PLAN = ("planner", "layout", "schedule", "stages_per_device", "warmu
 LIMITS = "an amount such as '16GiB', or one by kind of device such as 'V100: 15GiB, T4: 14GiB'"
 
 
+_LEAST_MEMORY = 1000  # bytes: a number below is one of larger units, which were left out
+
+
 def _is_file(schedule: str) -> bool:
     return schedule.endswith(".csv")
 
@@ -355,8 +358,12 @@ def _limits(text: str) -> dict[str, int]:
             found[kind] = parse_bytes(amount)
         except ConfigError:
             raise ConfigError(f"found memory_limit={text!r}; expected {LIMITS}") from None
-        if found[kind] < 1:
-            raise ConfigError(f"found memory_limit={text!r}; expected more than nothing, {LIMITS}")
+        if found[kind] < _LEAST_MEMORY:
+            meant = f" (did you mean '{amount.strip().rstrip('bB').strip()}GiB'?)" if found[kind] else ""
+            raise ConfigError(
+                f"found memory_limit={text!r}, {format_bytes(found[kind])} for a rank{meant}; expected at least "
+                f"{format_bytes(_LEAST_MEMORY)}, {LIMITS}"
+            )
     return found
 
 
@@ -465,6 +472,11 @@ _RULES = {
 }  # fmt: skip
 
 
+def kind_of(name: str) -> type:
+    """Return the type of an option's value; that of a text for an option that does not exist."""
+    return _RULES[name].kind if name in _RULES else str
+
+
 def _warn(note: str) -> None:
     warnings.warn(note, FutureWarning, stacklevel=4)
 
@@ -534,6 +546,7 @@ def _container(options: DictConfig) -> Mapping[str, Any]:
 
 
 _SWITCHED = {"True": "on", "False": "off"}  # what YAML and Hydra make of these words
+_CAN_BE_OFF = ("cache", "shard_optimizer")
 _JOINED = {"layout": "-", "warmup": ","}  # what lists of numbers are written with
 
 
@@ -550,7 +563,7 @@ def _converted(name: str, value: Any) -> Any:
         if name == "memory_limit":
             return f"{value}B"
         return float(value) if kind is float else str(value) if name in ("layout", "warmup") else value
-    if name == "shard_optimizer" and str(value) in _SWITCHED:
+    if name in _CAN_BE_OFF and str(value) in _SWITCHED:
         return _SWITCHED[str(value)]
     if name == "versions_options" and isinstance(value, Mapping):
         return ", ".join(f"{option}: {number}" for option, number in value.items())
@@ -566,7 +579,7 @@ def hydra_schema() -> type:
     target = ("_target_", str, "lightning_pipe.DappleStrategy")
     lists = dict.fromkeys(_JOINED, Any)
     hints |= {"memory_limit": Any, "versions_options": Any}  # mappings
-    hints |= {"shard_optimizer": Any, **lists}  # what YAML makes of on and off
+    hints |= {**dict.fromkeys(_CAN_BE_OFF, Any), **lists}  # what YAML makes of on and off
     present = [(f.name, hints[f.name], f.default) for f in fields(DappleConfig)]
     old = [(name, hints[renamed.now] | None, None) for name, renamed in OLD_NAMES.items()]
     return make_dataclass("DappleOptions", [target, *present, *old])

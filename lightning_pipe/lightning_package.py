@@ -1,17 +1,13 @@
-"""Lightning's two package names, `lightning` and `pytorch_lightning`: finding out whose Trainer it is.
+"""Lightning's two package names, `lightning` and `pytorch_lightning`: which one this process uses.
 
-Classes of one are none of the other, so a process uses this package with one of them. A strategy that is asked for by
-name is for the package that asks. For an instance we look, before anything of Lightning is imported for it, at what the
-file that asks for the class imports (also below that line), then at the files that import that one, then at what is
-imported already.
+Classes of one are none of the other, so a process uses this package with one of them: with the first whose Trainer
+takes a strategy, or whose module is planned for. Asked before that, the one that is imported decides.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
-from types import FrameType
 
 from lightning_pipe.errors import ConfigError
 
@@ -29,16 +25,25 @@ def choose(package: str) -> None:
     """
     if _chosen and _chosen[0] != package:
         raise ConfigError(
-            f"found a strategy for a Trainer of {package!r} in a process that has used `lightning_pipe` with "
-            f"{_chosen[0]!r}; expected one of them. Import Trainer, LightningModule and callbacks from one package."
+            f"found a Trainer or module of the package {package!r} in a process that uses `lightning_pipe` with "
+            f"{_chosen[0]!r}; expected one of them in a process. Import Trainer, LightningModule and callbacks from "
+            "one package, or train with the other one in a process of its own."
         )
     _chosen[:] = [package]
 
 
+def package_of(kind: type) -> str | None:
+    """Return the package of which a class or a base of it is; None if it is of neither."""
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((root for root in roots if root in TRAINERS), None)
+
+
 def package_in_use() -> str:
-    """Return the package that this process uses: as chosen, or as the caller's files have it."""
+    """Return the package that this process uses: as chosen, else the imported one, else one that is installed."""
     if not _chosen:
-        _chosen.append(_looked_up(sys._getframe(1)))
+        imported = [package for package, module in TRAINERS.items() if module in sys.modules]
+        installed = (package for package in TRAINERS if importlib.util.find_spec(package) is not None)
+        _chosen.append(imported[0] if len(imported) == 1 else next(installed, "lightning"))
     return _chosen[0]
 
 
@@ -47,33 +52,3 @@ def name_in_use(module: str) -> str:
     part, _, rest = module.partition(".")
     root = {"pytorch": TRAINERS, "fabric": FABRICS}[part][package_in_use()]
     return f"{root}.{rest}" if rest else root
-
-
-def _looked_up(frame: FrameType) -> str:
-    named = (_imported_by(caller) for caller in _callers(frame))
-    loaded = {package for package, module in TRAINERS.items() if module in sys.modules}
-    candidates = [*(packages for packages in named if len(packages) == 1), loaded]
-    found = next((next(iter(packages)) for packages in candidates if len(packages) == 1), None)
-    installed = (package for package in TRAINERS if importlib.util.find_spec(package) is not None)
-    return found or next(installed, "lightning")
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a call from the inside out, but for those of this package, which names both."""
-    own = __name__.partition(".")[0]
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] != own:
-            yield frame
-        frame = frame.f_back
-
-
-def _imported_by(frame: FrameType) -> set[str]:
-    """Return which of the two a frame's file imports; a file that is executed need not have come to that line."""
-    names = [str(frame.f_globals.get("__name__"))]
-    if frame.f_code.co_name == "<module>":
-        names += frame.f_code.co_names
-    for value in list(frame.f_globals.values()):
-        module = getattr(value, "__module__", None) if isinstance(value, type) else getattr(value, "__name__", None)
-        names += [module] if isinstance(module, str) else []
-    roots = {name.partition(".")[0] for name in names}
-    return {package for package in TRAINERS if package in roots}

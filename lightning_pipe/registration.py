@@ -12,17 +12,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from lightning_pipe import random_start
 from lightning_pipe.errors import UnsupportedError
-from lightning_pipe.lightning_package import FABRICS, TRAINERS, choose
+from lightning_pipe.lightning_package import FABRICS, TRAINERS
 
 STRATEGY = "dapple"
-_REGISTRIES = {f"{module}.strategies": package for package, module in TRAINERS.items()}
+_STRATEGY_MODULE = "lightning_pipe.entry.dapple_strategy"  # imported when it is first used
+_REGISTRIES = tuple(f"{module}.strategies" for module in TRAINERS.values())
 _FABRIC_REGISTRIES = tuple(f"{module}.strategies" for module in FABRICS.values())
 
 
@@ -41,11 +41,13 @@ def _registry_name(module: str) -> str:
 
 def _register(module: Any) -> None:
     random_start.begin()
-    package = _REGISTRIES.get(module.__name__)
+    is_fabrics = module.__name__ in _FABRIC_REGISTRIES
     registry = getattr(module, _registry_name(module.__name__))
     if STRATEGY not in registry:
-        make = refuse_fabric if package is None else partial(make_strategy, package)
+        make = refuse_fabric if is_fabrics else make_strategy
         registry.register(STRATEGY, make, description="A planned pipeline of stages (DAPPLE, 2021)")
+    if not is_fabrics and _STRATEGY_MODULE in sys.modules:
+        sys.modules[_STRATEGY_MODULE].accept_in(module)
 
 
 def refuse_fabric(**options: Any) -> Any:
@@ -60,18 +62,16 @@ def refuse_fabric(**options: Any) -> Any:
     )
 
 
-def make_strategy(package: str, **options: Any) -> Any:
+def make_strategy(**options: Any) -> Any:
     """Build the strategy; only now are its parts imported.
 
     Args:
-        package: "lightning" or "pytorch_lightning": whose Trainer asks.
         options: fields of `lightning_pipe.config.DappleConfig`.
 
     Raises:
-        ConfigError: if this process has used the strategy with the other package.
+        ConfigError: if an option is wrong.
     """
-    choose(package)
-    from lightning_pipe.strategy.strategy import DappleStrategy
+    from lightning_pipe.entry.dapple_strategy import DappleStrategy
 
     return DappleStrategy(**options)
 

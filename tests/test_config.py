@@ -172,16 +172,18 @@ def test_plans_may_by_default_do_what_runs_can_do():
     ("limit", "read"),
     [
         ("16GiB", {"": 16 * 2**30}),
-        (300, {"": 300}),
+        (3000, {"": 3000}),
         ("V100: 15 GiB, T4:14GB", {"V100": 15 * 2**30, "T4": 14 * 10**9}),
-        ({"V100": "15GiB", "T4": 500}, {"V100": 15 * 2**30, "T4": 500}),
+        ({"V100": "15GiB", "T4": 5000}, {"V100": 15 * 2**30, "T4": 5000}),
     ],
 )
 def test_a_memory_limit_holds_for_all_devices_or_by_kind(limit, read):
     assert read_config({"memory_limit": limit}).memory_limits == read
 
 
-@pytest.mark.parametrize("limit", ["", "much", "0 B", "-1 GiB", "V100: 1GiB, V100: 2GiB", ": 1GiB", "1GiB, 2GiB", True])
+@pytest.mark.parametrize(
+    "limit", ["", "much", "0 B", "-1 GiB", "V100: 1GiB, V100: 2GiB", ": 1GiB", "1GiB, 2GiB", 16, True]
+)
 def test_a_limit_that_says_nothing_is_refused(limit):
     with pytest.raises(ConfigError, match="memory_limit"):
         read_config({"memory_limit": limit})
@@ -212,7 +214,7 @@ def test_the_old_name_of_stages_per_device_is_read_and_noted_once():
 
 
 def test_the_strategy_takes_the_old_name_of_stages_per_device():
-    with pytest.warns(UserWarning, match="called stages_per_device now"):
+    with pytest.warns(FutureWarning, match="called stages_per_device now"):
         assert DappleStrategy(chunks=2).config == DappleConfig(stages_per_device=2)
 
 

@@ -1,6 +1,6 @@
 """Import rules: imports point down the floors, and the pure packages never see torch.
 
-    roof     __init__  registration  cli  examples  __main__
+    roof     __init__  registration  entry  cli  examples  __main__
     floor 4  strategy, above config
     floor 3  planner  profiler  runtime
     floor 2  cost  schedule  simulator  report  capture
@@ -34,7 +34,7 @@ FLOORS = (
     {"planner", "profiler", "runtime"},
     {"config"},
     {"strategy"},
-    {"__init__", "__main__", "registration", "cli", "examples"},
+    {"__init__", "__main__", "registration", "entry", "cli", "examples"},
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 ROOF = len(FLOORS) - 1
@@ -57,9 +57,9 @@ PURE = {
     "planner",
     "report",
 }
-LIGHT = {"__init__", "registration", "config"}  # imported by every Hydra application of the environment
+LIGHT = {"__init__", "registration", "config", "entry"}  # imported by every Hydra application of the environment
 HEAVY = {"torch", "lightning", "torchmetrics"}
-SEES_LIGHTNING = {"capture", "strategy", "cli", "examples"}
+SEES_LIGHTNING = {"capture", "strategy", "entry", "cli", "examples"}
 NAMES_LIGHTNING = {"lightning_names.py", "strategy/lightning_private.py"}
 LIGHTNINGS = {"lightning", "pytorch_lightning", "lightning_fabric"}
 PRIVATE_NAMES_IN = {"capture/torch_private.py", "strategy/lightning_private.py"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pydoc
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from lightning_pipe.registration import refuse_fabric
 
 ROOT = Path(lightning_pipe.__file__).parent.parent
 STUB = """
-class Strategy: pass
+import abc
+class Strategy(abc.ABC): pass
 class Registry(dict):
     def register(self, name, strategy, description): self[name] = strategy
 StrategyRegistry = STRATEGY_REGISTRY = Registry()
@@ -54,22 +56,61 @@ def python(tmp_path):
 @pytest.mark.parametrize(
     ("main", "package"),
     [
-        (f"import lightning.pytorch as pl\n{SAY}", "lightning"),
-        (f"import pytorch_lightning as pl\n{SAY}", "pytorch_lightning"),
-        (f"import lightning_pipe\n{SAY}\nimport pytorch_lightning as pl", "pytorch_lightning"),  # sorted imports
-        (f"from pytorch_lightning import strategies\nimport library\n{SAY}", "pytorch_lightning"),
-        (f"import library\n{SAY}", "lightning"),
-        (f"from mine import Net\n{SAY}", "pytorch_lightning"),
+        (f"import lightning.pytorch\n{SAY}", "lightning"),
+        (f"import lightning_pipe, pytorch_lightning\n{SAY}", "pytorch_lightning"),
+        (f"import lightning.pytorch, pytorch_lightning\n{SAY}", "lightning"),
         (SAY, "lightning"),
     ],
 )
-def test_the_package_is_that_of_the_file_that_asks(python, main, package):
-    mine = "import pytorch_lightning.strategies\nclass Net(pytorch_lightning.strategies.Strategy): pass"
-    assert python(main=main, library="import lightning.pytorch", mine=mine) == f"{package}\n"
+def test_asked_before_a_trainer_the_imported_package_decides(python, main, package):
+    assert python(main=main) == f"{package}\n"
 
 
-def test_a_file_that_names_none_of_them_leaves_it_to_the_one_that_imports_it(python):
-    assert python(main="import helper\nimport pytorch_lightning", helper=SAY) == "pytorch_lightning\n"
+ORDERS = {
+    "made before any import of Lightning": "s = lightning_pipe.DappleStrategy(); import lightning.pytorch, {package}",
+    "a subclass": "import lightning.pytorch, pytorch_lightning\nclass O(lightning_pipe.DappleStrategy): ...\ns = O()",
+}
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_trainer_that_takes_a_strategy_decides_which_package_it_is_for(package):
+    """Each way in a child of one process: whichever Trainer asks gets a strategy that is one of its own."""
+    code = f"""
+import os, sys, lightning_pipe
+def check(name, order):
+    exec(order.format(package={package!r}), scope := {{"lightning_pipe": lightning_pipe}})
+    import {package} as pl, pickle
+    from {package}.strategies import ParallelStrategy
+    trainer = pl.Trainer(strategy=scope["s"], accelerator="cpu", devices=2, logger=False)
+    kind = type(trainer.strategy)
+    print(name, kind.__name__, issubclass(kind, ParallelStrategy), ParallelStrategy in kind.__mro__)
+    print(pickle.loads(pickle.dumps(lightning_pipe.DappleStrategy(microbatches=3))).config.microbatches)
+    other = __import__("pytorch_lightning" if {package!r} != "pytorch_lightning" else "lightning.pytorch")
+    try:
+        other = getattr(other, "pytorch", other)
+        other.Trainer(strategy=lightning_pipe.DappleStrategy(), accelerator="cpu", devices=2, logger=False)
+    except ValueError as error:
+        print(str(error)[:62])
+for name, order in {ORDERS!r}.items():
+    if (pid := os.fork()) == 0:
+        check(name, order)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    of = package.partition(".")[0]
+    other = "lightning" if of == "pytorch_lightning" else "pytorch_lightning"
+    lines = found.stdout.splitlines()
+    kinds = [f"{name} {'O' if 'subclass' in name else 'DappleStrategy'} True True" for name in ORDERS]
+    refused = f"found a Trainer or module of the package {other!r} in a process that uses"[:62]
+    assert lines == [line for kind in kinds for line in (kind, "3", refused)], found.stderr
 
 
 @pytest.mark.parametrize("package", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), "pytorch_lightning"])
@@ -77,14 +118,11 @@ def test_both_registries_know_the_name_and_both_fabrics_refuse_it(python, packag
     fabric = {"lightning.pytorch": "lightning.fabric"}.get(package, "lightning_fabric")
     main = f"""
 import {package}.strategies, lightning_pipe, {fabric}.strategies
-from lightning_pipe.lightning_package import package_in_use
 print(list({package}.strategies.StrategyRegistry), {fabric}.strategies.STRATEGY_REGISTRY['dapple'].__name__)
-try:
-    {package}.strategies.StrategyRegistry['dapple']()
-except ImportError:  # the stand-in has nothing else
-    print(package_in_use())
+strategy = {package}.strategies.StrategyRegistry['dapple'](microbatches=3)
+print(strategy.config.microbatches, isinstance(strategy, {package}.strategies.Strategy))
 """
-    assert python(main=main) == f"['dapple'] refuse_fabric\n{package.partition('.')[0]}\n"
+    assert python(main=main) == "['dapple'] refuse_fabric\n3 True\n"
 
 
 def test_one_process_uses_one_package(python):
@@ -94,7 +132,7 @@ choose("lightning")
 choose("lightning")
 choose("pytorch_lightning")
 """
-    assert "found a strategy for a Trainer of 'pytorch_lightning' in a process that has used" in python(main=main)
+    assert "found a Trainer or module of the package 'pytorch_lightning' in a process that uses" in python(main=main)
 
 
 def test_fabric_is_refused_with_the_way_out():

@@ -31,6 +31,7 @@ from lightning_pipe.core.effects import OWN_WORK
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.program import Bucket, Edge, Layout, Traffic
 from lightning_pipe.core.serial import from_yaml
+from lightning_pipe.entry.environment_options import with_environment
 from lightning_pipe.planner.comparison.alternatives import alternatives
 from lightning_pipe.report import draw
 from lightning_pipe.schedule import order_of
@@ -115,9 +116,12 @@ def test_python_blocks_run(code, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("code", blocks("yaml"))
-def test_yaml_blocks_are_plans_or_clusters(code):
+def test_yaml_blocks_are_plans_clusters_or_options(code):
     if code.startswith("hosts:"):
         assert cluster_from_text(code, source="a page").ranks > 1
+        return
+    if "stages:" not in code:
+        assert read_config(OmegaConf.create(code)) != DappleConfig()
         return
     plan = from_yaml(Plan, code)
     layout = plan.layout
@@ -129,6 +133,9 @@ def test_yaml_blocks_are_plans_or_clusters(code):
 def test_commands_exist(code, application):
     for line in filter(None, (line.split("#")[0].strip() for line in code.splitlines())):
         program, *words = shlex.split(line)
+        if "=" in program:  # variables before a command
+            with_environment(DappleConfig(), dict([program.split("=", 1)]))
+            program, *words = words
         if program == "make":
             assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), line
         elif program == "pip":

@@ -28,6 +28,7 @@ from lightning_pipe.cli.options import (
 )
 from lightning_pipe.cli.schedules import SchedulesOptions, run_schedules
 from lightning_pipe.core.serial import Dataclass
+from lightning_pipe.entry import run_program
 from lightning_pipe.errors import PipeError
 from lightning_pipe.report.table import WIDE, text_of
 
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command and overrides; by default those of the process.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == [run_program.COMMAND]:
+        return run_program.main(words[1:])
     if mistake := _dashes(words):
         _show_error(f"{words[0]}: {mistake}")
         return _REFUSED
@@ -108,6 +111,7 @@ def command_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_argument("overrides", nargs="*", metavar="key=value", help="options, in Hydra's grammar")
+    commands.add_parser(run_program.COMMAND, help="Run a Python program, in which strategy='dapple' is known.")
     meaning = "Convert a checkpoint into a single .ckpt file or safetensors files, one tensor at a time."
     command = commands.add_parser(CONSOLIDATE, help=meaning, description=meaning)
     command.add_argument(

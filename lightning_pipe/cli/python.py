@@ -23,6 +23,7 @@ from lightning_pipe.config import CostSource
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import save_yaml
 from lightning_pipe.errors import ConfigError, PipeError
+from lightning_pipe.lightning_package import choose, package_of
 from lightning_pipe.planner.comparison.alternatives import alternatives, chosen_options
 from lightning_pipe.planner.comparison.pages import page_of, stages_table
 from lightning_pipe.planner.evaluation.evaluate import Judged
@@ -202,4 +203,6 @@ def _problem(kind: type[Wished], model: Any, batch: Any, options: dict[str, Any]
         return found, problem_of(found, batch=batch)
     if not callable(model):  # as a module is
         raise ConfigError(f"found model={model!r}; expected a LightningModule, a function that returns one, or a name")
+    if (package := package_of(model if isinstance(model, type) else type(model))) is not None:
+        choose(package)
     return found, problem_of(found, model=model, batch=batch)

@@ -6,6 +6,7 @@ judged[0].plan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -70,11 +71,8 @@ def propose(problem: Problem, planner: str) -> list[Judged]:
             f"planner={planner!r} decides the layout, but layout={layout!r} is set. Remove the layout, or use one of "
             f"the planners {', '.join(FOLLOW_LAYOUTS)}."
         )
-    if wished is not None and sum(wished) != problem.cluster.ranks:
-        raise PlanError(
-            f"layout={'-'.join(map(str, wished))!r} asks for {sum(wished)} ranks, the trainer has "
-            f"{problem.cluster.ranks}. Change `layout` or `devices` (times `num_nodes`)."
-        )
+    if wished is not None:
+        check_layout(wished, problem.cluster.ranks)
     check_constraints(problem)
     with without_collection():  # plans have no cycles, and are many objects
         return _shared(problem, planner)
@@ -94,6 +92,19 @@ def _shared(problem: Problem, planner: str) -> list[Judged]:
             return found
     assert refusal is not None, "one number at least was planned with"
     raise refusal
+
+
+def check_layout(replicas: Sequence[int], ranks: int) -> None:
+    """Refuse a layout that has not as many ranks as the trainer.
+
+    Raises:
+        PlanError: with both numbers.
+    """
+    if sum(replicas) != ranks:
+        raise PlanError(
+            f"layout={'-'.join(map(str, replicas))!r} asks for {sum(replicas)} ranks, the trainer has {ranks}. Change "
+            "`layout` or `devices` (times `num_nodes`)."
+        )
 
 
 def _proposed(problem: Problem, planner: str) -> list[Judged]:

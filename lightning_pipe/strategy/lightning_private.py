@@ -23,6 +23,7 @@ LightningModule._on_before_batch_transfer     calls the user's hook with the bat
 LightningModule._apply_batch_transfer_handler the other two batch hooks, for the first batch
 LightningModule._device             what `self.device` says; the whole module is on the host before it is placed
 _SubprocessScriptLauncher, _MultiProcessingLauncher     start processes
+_basic_subprocess_cmd, _hydra_subprocess_cmd    the command that runs it again
 _call_children_scripts              runs the script again; not followed by Lightning's own observer, which kills all
                                     ranks of the host before anybody can say why
 _set_num_threads_if_needed          shares the cores of the host among its ranks
@@ -46,7 +47,7 @@ import contextlib
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -129,6 +130,27 @@ _CALL_HOOKS = frozenset(
 def calls_a_hook(frame: types.FrameType) -> bool:
     """Return whether a frame is Lightning's call of hooks of the module, of its data or of callbacks."""
     return frame.f_code in _CALL_HOOKS
+
+
+@contextlib.contextmanager
+def prefixed_commands(prefix: Sequence[str]) -> Iterator[None]:
+    """Put words between interpreter and script of the commands by which ranks are started inside."""
+    module = vars(lightning_module("pytorch.strategies.launchers.subprocess_script"))
+    usual = {name: module[name] for name in ("_basic_subprocess_cmd", "_hydra_subprocess_cmd")}
+
+    def basic() -> Sequence[str]:
+        interpreter, *words = usual["_basic_subprocess_cmd"]()
+        return [interpreter, *prefix, *words]
+
+    def hydra(local_rank: int) -> tuple[Sequence[str], str]:
+        (interpreter, *words), folder = usual["_hydra_subprocess_cmd"](local_rank=local_rank)
+        return [interpreter, *prefix, *words], folder
+
+    module.update(_basic_subprocess_cmd=basic, _hydra_subprocess_cmd=hydra)
+    try:
+        yield
+    finally:
+        module.update(usual)
 
 
 def train_loaders(trainer: pl.Trainer) -> CombinedLoader | None:

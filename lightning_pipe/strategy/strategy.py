@@ -29,14 +29,7 @@ from lightning_pipe.cache_files import FOLDER_LOG
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
 from lightning_pipe.config import (
-    CaptureMode,
-    CostSource,
     DappleConfig,
-    RestoredRanks,
-    StartMethod,
-    WeightVersions,
-    WholeBatch,
-    chosen_config,
 )
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
@@ -53,18 +46,13 @@ from lightning_pipe.lightning_names import (
     is_overridden,
     pl,
     rank_zero_only,
-    rank_zero_warn,
 )
-from lightning_pipe.lightning_package import package_in_use
-from lightning_pipe.planner.problem import Sharding
-from lightning_pipe.planner.registry import PlannerName
+from lightning_pipe.lightning_package import choose, package_in_use, package_of
 from lightning_pipe.report import Comparison
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.guarded_watch import GuardedWatch
 from lightning_pipe.runtime.shortages import shortages_named
 from lightning_pipe.runtime.transport.process_group import MARGIN_S
-from lightning_pipe.schedule.orders.one_f_one_b import Warmup
-from lightning_pipe.schedule.registry import ScheduleName
 from lightning_pipe.strategy import lightning_private as private
 from lightning_pipe.strategy.checkpoints.after_exception import (
     save_where_all_meet,
@@ -81,6 +69,7 @@ from lightning_pipe.strategy.loading.asked_early import AskedEarly
 from lightning_pipe.strategy.loading.batch_loading import Feed
 from lightning_pipe.strategy.loading.world_size import WorldSizeReads, measure_whole_batches
 from lightning_pipe.strategy.loop import PipelineOptimization
+from lightning_pipe.strategy.option_checks import check_options, check_run
 from lightning_pipe.strategy.parameters.building import building
 from lightning_pipe.strategy.parameters.hook_weights import WeightsInHooks
 from lightning_pipe.strategy.parameters.initial_values import make
@@ -131,28 +120,24 @@ _NO_DELAYS = (
 )
 
 
-class DappleStrategy(ParallelStrategy):
-    """Train as a pipeline of stages; import it from `lightning_pipe`.
+class PipelineStrategy(ParallelStrategy):
+    """Run the ranks of a pipeline for a Trainer; users make a `lightning_pipe.DappleStrategy`, which becomes one.
 
     Args:
-        config: all options at once. Or set its fields as keyword arguments (`plan` to `verbose`): see `DappleConfig`.
+        config: all options.
         accelerator: as for every strategy of Lightning. The Trainer sets this and the next four arguments.
         parallel_devices: as for every strategy.
         cluster_environment: as for every strategy.
         checkpoint_io: as for every strategy.
         precision_plugin: as for every strategy.
         process_group_backend: backend of the default process group; by default the device's.
-        unknown: not accepted: an option that does not exist is refused, with the nearest existing name.
-
-    Example:
-        >>> strategy = DappleStrategy(layout="2-1", microbatches=8)
+        origins: which options come from the environment, for the log; "" if none does.
+        command_prefix: what stands between interpreter and script where ranks run the script again.
     """
-
-    strategy_name = "dapple"
 
     def __init__(
         self,
-        config: DappleConfig | None = None,
+        config: DappleConfig,
         *,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -160,48 +145,9 @@ class DappleStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        plan: str | os.PathLike[str] | None = None,
-        planner: PlannerName = "auto",
-        layout: str | int | list[int] | None = None,
-        schedule: ScheduleName | str | os.PathLike[str] | None = None,
-        stages_per_device: int | None = None,
-        warmup: Warmup | str | int | list[int] | None = None,
-        microbatches: int | None = None,
-        costs: CostSource = "measured",
-        cluster: str | os.PathLike[str] | None = None,
-        cache: str | os.PathLike[str] | None = None,
-        capture: CaptureMode = "auto",
-        whole_batch: WholeBatch = "auto",
-        check: bool = True,
-        recheck: bool = False,
-        witness: bool = True,
-        post_validation: bool = False,
-        compile: bool = False,
-        cuda_graphs: bool = False,
-        batch_dim: int = 0,
-        seed: int | None = None,
-        exact_ties: bool = False,
-        deadline_s: float = 300.0,
-        report: str | os.PathLike[str] | None = None,
-        memory_limit: str | int | dict[str, str | int] | None = None,
-        keep_freed_memory: bool = True,
-        shard_optimizer: Sharding | bool = "auto",
-        measure_memory: bool = False,
-        trace: str | os.PathLike[str] | None = None,
-        timeline_steps: int = 5,
-        watch_every: int = 50,
-        replan: bool = True,
-        start_method: StartMethod = "popen",
-        weights: str | os.PathLike[str] | None = None,
-        versions: WeightVersions = "sync",
-        versions_options: str | dict[str, float] | None = None,
-        save_distributed_checkpoint: bool = False,
-        async_checkpoint: bool = False,
-        restore: RestoredRanks = "auto",
-        verbose: bool = True,
-        **unknown: Any,
+        origins: str = "",
+        command_prefix: Sequence[str] = (),
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in DappleConfig.__dataclass_fields__}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -209,7 +155,7 @@ class DappleStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self.config = chosen_config(config, {**options, **unknown}, warn=rank_zero_warn)
+        self.config, self._origins, self._command_prefix = config, origins, command_prefix
         self._backend = process_group_backend
         self._directories = Directories(is_behind=self.config.async_checkpoint, deadline_s=self.config.deadline_s)
         self._num_nodes = 1
@@ -230,9 +176,15 @@ class DappleStrategy(ParallelStrategy):
         self._is_resumed = False  # whether a checkpoint gives this run its weights
         self._initialised: pl.LightningModule | None = None  # that has got the weights of a file
 
-    def __repr__(self) -> str:
-        """Return the package of its Trainer: Lightning shows this where it is given to one of the other package."""
-        return f"<DappleStrategy for a Trainer of the package `{package_in_use()}`>"
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Return the accelerator that the Trainer has given."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        choose(package_of(type(accelerator)) or package_in_use())  # whose Trainer it is
+        self._accelerator = accelerator
 
     @property
     def is_distributed(self) -> bool:
@@ -394,14 +346,27 @@ class DappleStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None, "set by the trainer"
+        check_options(self.config, ranks=self.num_nodes * self.num_processes, hosts=self.num_nodes)
         if self.num_nodes * self.num_processes == 1:
             return
         if self.config.start_method == "popen":
             self._launcher = GuardedScriptLauncher(
-                environment, self.num_processes, self.num_nodes, begin=self._launched
+                environment,
+                self.num_processes,
+                self.num_nodes,
+                begin=self._launched,
+                check=self._check_run,
+                command_prefix=self._command_prefix,
             )
         else:
-            self._launcher = GuardedForkLauncher(self, start_method=self.config.start_method, begin=self._launched)
+            self._launcher = GuardedForkLauncher(
+                self, start_method=self.config.start_method, begin=self._launched, check=self._check_run
+            )
+
+    def _check_run(self, trainer: pl.Trainer, given: Sequence[Any]) -> None:
+        """Check a run before its processes start."""
+        if self.lightning_module is not None:
+            check_run(self.config, trainer, self.lightning_module, given)
 
     def _launched(self, *, verdict: str = "") -> GuardClient:
         """Begin to guard a process that is launched, and to measure how long it takes to start."""
@@ -428,6 +393,9 @@ class DappleStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         show_log(rank=self.global_rank, verbose=self.config.verbose)
+        if self._origins:
+            log.info("%s", self._origins)
+            self._origins = ""  # shown once
         self._undo.append(private.replace_sigterm_handler(self.lightning_module.trainer))
         self._undo.append(private.hide_advice_to_synchronise())
         self._adapt_callbacks(self.lightning_module)

@@ -29,7 +29,14 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, ClassVar
 
-PRELOAD = ["lightning.pytorch", "lightning_pipe.strategy.strategy", "pytest", "sympy.tensor.tensor", "torch.export"]
+PRELOAD = [
+    "lightning.pytorch",
+    "lightning_pipe.strategy.strategy",
+    "lightning_pipe.entry.dapple_strategy",
+    "pytest",
+    "sympy.tensor.tensor",
+    "torch.export",
+]
 DEADLINE_S = 60.0  # on an idle machine
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from benchmarks.fits import SharedGpu
-from lightning_pipe.strategy.strategy import DappleStrategy
+from lightning_pipe import DappleStrategy
 from models.parity import make_loader, make_module
 
 ON = os.environ.get("LIGHTNING_PIPE_TESTS_ON", "cpu")

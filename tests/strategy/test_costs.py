@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.core.cluster_file import load_cluster
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.profile import Profile
@@ -23,7 +24,6 @@ from lightning_pipe.freed_memory import freed_memory_kept
 from lightning_pipe.profiler.cache import Timing, folder_under_load, load_timings
 from lightning_pipe.profiler.processor_time import ProcessorTime
 from lightning_pipe.strategy.plans import stale_times
-from lightning_pipe.strategy.strategy import DappleStrategy
 from lightning_pipe.units import format_seconds, format_share
 from models.parity import make_loader, make_module
 from ranks.world import World

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pipe.strategy.strategy import DappleStrategy
+from lightning_pipe import DappleStrategy
 
 DEADLINE_S = 400.0  # of the whole script, on a busy machine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -115,3 +116,11 @@ def test_a_throughput_monitor_keeps_what_it_measures_with_by_stage() -> None:
     monitor.setup(trainer, make_module("dict_batch"), "validate")
     (found,) = private.throughputs(monitor)
     assert found.world_size == 1 and hasattr(found, "available_flops")
+
+
+def test_ranks_are_started_by_the_command_of_a_program_that_is_run() -> None:
+    module = importlib.import_module("lightning.pytorch.strategies.launchers.subprocess_script")
+    interpreter, *words = module._basic_subprocess_cmd()
+    with private.prefixed_commands(("-m", "lightning_pipe", "run")):
+        assert module._basic_subprocess_cmd() == [interpreter, "-m", "lightning_pipe", "run", *words]
+    assert module._basic_subprocess_cmd() == [interpreter, *words]

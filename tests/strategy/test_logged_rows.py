@@ -19,10 +19,10 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import Logger
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.core.program import AnyCompute
 from lightning_pipe.core.timeline import Timeline
 from lightning_pipe.strategy.plans import logged_rows
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import LENGTH, make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer

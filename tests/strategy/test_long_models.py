@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import GPT
+from lightning_pipe import DappleStrategy
 from lightning_pipe.planner.candidates.cut_points import MOST_POSITIONS, cuttable
-from lightning_pipe.strategy.strategy import DappleStrategy
 from planner.test_windows import gpt
 from ranks.world import World
 from strategy.fits import Losses, make_trainer

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.errors import PipeError, UnsupportedError
-from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
 from strategy.optimizer_kinds import TRAINED

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import callbacks as cb
 from torch import nn
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.errors import BatchError, CaptureError, ConfigError, UnsupportedError
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import dapple, make_trainer

@@ -17,11 +17,11 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.planner.evaluation.evaluate import judge
 from lightning_pipe.strategy.plans import second_plan
 from lightning_pipe.strategy.plans.planning import Planned, propose
-from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
 from strategy.fits import Case, Fitted, assert_same, dapple, fit, fit_as_pipeline, make_trainer
 

@@ -138,7 +138,9 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 def test_ranks_that_were_started_end_where_another_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     started = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)]
-    launcher = GuardedScriptLauncher(LightningEnvironment(), 3, 1, begin=raising(AssertionError()))
+    launcher = GuardedScriptLauncher(
+        LightningEnvironment(), 3, 1, begin=raising(AssertionError()), check=raising(AssertionError())
+    )
     launcher.procs = started
     monkeypatch.setattr(subprocess.Popen, "_execute_child", raising(NO_PROCESS))
     monkeypatch.setattr(launcher, "_call_children_scripts", lambda: subprocess.Popen("rank"))

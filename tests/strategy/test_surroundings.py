@@ -10,14 +10,13 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 
-from lightning_pipe import cache_files
+from lightning_pipe import DappleStrategy, cache_files
 from lightning_pipe.core.cluster import Cluster
 from lightning_pipe.profiler.processor_time import ProcessorTime
 from lightning_pipe.report.comparison import Comparison, Figure, LinkFigures, RankFigures, StageFigures
 from lightning_pipe.strategy.plans import surroundings
 from lightning_pipe.strategy.plans.stale_times import forget_stale_times
 from lightning_pipe.strategy.plans.surroundings import folder_of
-from lightning_pipe.strategy.strategy import DappleStrategy
 from models.parity import make_loader, make_module
 from ranks.world import World
 from strategy.fits import make_trainer

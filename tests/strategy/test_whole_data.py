@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed import get_rank, get_world_size
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_pipe import DappleStrategy
 from lightning_pipe.lightning_names import rank_zero_only
 from lightning_pipe.strategy.loading.world_size import WholeData
-from lightning_pipe.strategy.strategy import DappleStrategy
 from ranks.world import World
 from strategy.fits import Losses, dapple, make_trainer
 

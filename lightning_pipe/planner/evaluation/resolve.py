@@ -30,7 +30,7 @@ def resolve(plan: Plan, graph: Graph, *, ranks: int) -> tuple[int, ...]:
             f"The plan was made for graph {plan.graph}, the step's graph is {graph.fingerprint}. Make a new plan, or "
             "remove `graph:` from the file if its stage names are still right."
         )
-    _check_ranks(plan, ranks)
+    check_ranks_of_plan(plan, ranks)
     if plan.microbatches < 1:
         raise PlanError(f"The plan has microbatches: {plan.microbatches}; expected at least 1.")
     if plan.stages[0].at:
@@ -61,7 +61,12 @@ def _position(at: str, graph: Graph) -> int:
     return position
 
 
-def _check_ranks(plan: Plan, ranks: int) -> None:
+def check_ranks_of_plan(plan: Plan, ranks: int) -> None:
+    """Refuse a plan that does not use all ranks of the trainer, or a stage that has none.
+
+    Raises:
+        PlanError: with the ranks of both.
+    """
     if not plan.stages or any(not stage.ranks for stage in plan.stages):
         raise PlanError("The plan has no stages, or a stage without ranks; expected at least one rank per stage.")
     for s, stage in enumerate(plan.stages):

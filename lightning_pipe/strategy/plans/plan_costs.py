@@ -18,9 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_pipe.capture import Capture, Route
-from lightning_pipe.config import DappleConfig, conf_dir
-from lightning_pipe.core.cluster import Cluster
-from lightning_pipe.core.cluster_file import check_ranks, find_cluster
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan, microbatch_sizes
 from lightning_pipe.core.profile import Profile
 from lightning_pipe.core.program import Layout
@@ -35,6 +33,7 @@ from lightning_pipe.profiler.processor_time import ProcessorTime
 from lightning_pipe.profiler.timing.operators import Operators
 from lightning_pipe.runtime.activations.protocol import HostStore
 from lightning_pipe.schedule.registry import planned_join
+from lightning_pipe.strategy.plans.planning import given_cluster
 from lightning_pipe.strategy.plans.surroundings import Surroundings, SurroundingsProbe
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.steps.step_runtime import slices
@@ -101,7 +100,9 @@ class PlanCosts:
         """
         control = self._links.control
         problem = counted_problem(capture.graph, ranks=control.ranks, samples=samples, training=training)
-        described = control.agreed(self._given_cluster, source=0, what="the cluster file")
+        described = control.agreed(
+            lambda: given_cluster(self._config, control.ranks), source=0, what="the cluster file"
+        )
         if described is None and self._config.costs == "counted" and control.ranks > 1:
             problem = replace(problem, cluster=nominal_cluster(control.ranks, self._surroundings.memory_bytes()))
         if described is not None:
@@ -156,14 +157,6 @@ class PlanCosts:
         config = self._config
         wanted = self._links.control.ranks > 1 or config.report is not None
         return wanted and config.costs == "measured"
-
-    def _given_cluster(self) -> Cluster | None:
-        name = self._config.cluster
-        if name is None:
-            return None
-        cluster = find_cluster(name, presets=conf_dir() / "cluster")
-        check_ranks(cluster, self._links.control.ranks, source=name)
-        return cluster
 
     def _profile(self, capture: Capture, sizes: tuple[int, ...], facts: Sequence[DeviceFacts]) -> Profile | None:
         """Return the seconds of operations on rank 0's kind of device, on rank 0; None elsewhere."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from lightning_pipe.config import DappleConfig
+from lightning_pipe.config import DappleConfig, conf_dir
+from lightning_pipe.core.cluster import Cluster
+from lightning_pipe.core.cluster_file import check_ranks, find_cluster
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.policy import ActivationPolicy
@@ -37,6 +39,19 @@ def given_plan(config: DappleConfig) -> Plan | None:
     plan = load_yaml(Plan, config.plan)
     check_weights(plan)
     return plan
+
+
+def given_cluster(config: DappleConfig, ranks: int) -> Cluster | None:
+    """Read the user's cluster, if there is one.
+
+    Raises:
+        ClusterError: if there is no such file or preset, it cannot be read, or has another number of devices.
+    """
+    if config.cluster is None:
+        return None
+    cluster = find_cluster(config.cluster, presets=conf_dir() / "cluster")
+    check_ranks(cluster, ranks, source=config.cluster)
+    return cluster
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_pipe.random_start import handed_on
 from lightning_pipe.runtime.guard.client import GuardClient
 from lightning_pipe.runtime.guard.failure import Failure
 from lightning_pipe.runtime.shortages import shortages_named
-from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads
+from lightning_pipe.strategy.lightning_private import ForkLauncher, ScriptLauncher, limit_threads, prefixed_commands
 from lightning_pipe.strategy.ranks.openmp import release_threads
 from lightning_pipe.strategy.ranks.outcome import handed_over, taken_over
 
@@ -36,6 +36,7 @@ _MOMENT_S = 1.0  # for the guards to say it first: they know what the rank did
 _VERDICT_S = 3.0
 
 Begin = Callable[..., GuardClient]
+Check = Callable[[Any, Sequence[Any]], None]
 
 
 class GuardedScriptLauncher(ScriptLauncher):
@@ -46,11 +47,22 @@ class GuardedScriptLauncher(ScriptLauncher):
         processes: of this host.
         hosts: number of hosts.
         begin: begins to guard this process.
+        check: is given the trainer and the arguments of the run, before anything starts.
+        command_prefix: what stands between interpreter and script.
     """
 
-    def __init__(self, environment: ClusterEnvironment, processes: int, hosts: int, *, begin: Begin) -> None:
+    def __init__(
+        self,
+        environment: ClusterEnvironment,
+        processes: int,
+        hosts: int,
+        *,
+        begin: Begin,
+        check: Check,
+        command_prefix: Sequence[str] = (),
+    ) -> None:
         super().__init__(environment, processes, hosts)
-        self._begin = begin
+        self._begin, self._check, self._command_prefix = begin, check, command_prefix
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -67,6 +79,7 @@ class GuardedScriptLauncher(ScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks of this host and call the function."""
+        self._check(trainer, args)
         guard = self._begin()
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
@@ -82,7 +95,7 @@ class GuardedScriptLauncher(ScriptLauncher):
         """Start the other ranks of this host; end those that have been started if one cannot be."""
         with shortages_named("A rank of this host"), contextlib.ExitStack() as undo:
             undo.callback(self._end_started)
-            with handed_on():
+            with handed_on(), prefixed_commands(self._command_prefix):
                 self._call_children_scripts()
             undo.pop_all()
 
@@ -125,11 +138,12 @@ class GuardedForkLauncher(ForkLauncher):
         strategy: of the trainer.
         start_method: of multiprocessing.
         begin: begins to guard a process; called in every child with the file for the first failure.
+        check: is given the trainer and the arguments of the run, before anything starts.
     """
 
-    def __init__(self, strategy: Any, *, start_method: Any, begin: Begin) -> None:
+    def __init__(self, strategy: Any, *, start_method: Any, begin: Begin, check: Check) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._begin = begin
+        self._begin, self._check = begin, check
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start all ranks, wait for them, and return what rank 0 does.
@@ -137,6 +151,7 @@ class GuardedForkLauncher(ForkLauncher):
         Raises:
             PipelineError: if a rank has died, with what it did last.
         """
+        self._check(trainer, args)
         release_threads()
         with shortages_named("A rank of this host"), tempfile.TemporaryDirectory(prefix="verdict") as folder:
             verdict = Path(folder, "failure")
