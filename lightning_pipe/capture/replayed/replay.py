@@ -90,7 +90,16 @@ class Replay:
     @cached_property
     def graph(self) -> Graph:
         """Return the units as a graph."""
-        return graph_of_units(self._layers, self.trace, self._names, self._request)
+        return graph_of_units(self._layers, self.trace, self._names, self._request, uncuttable=self._uncuttable)
+
+    @property
+    def _sizes_travel(self) -> bool:
+        """Return whether batches are never cut, so that the number of samples need not tell any size."""
+        return bool(self.trace.whole) or self._request.samples is None
+
+    @cached_property
+    def _uncuttable(self) -> frozenset[int]:
+        return uncuttable(self.trace, sizes_travel=self._sizes_travel)
 
     @property
     def plays(self) -> Replay:
@@ -320,7 +329,7 @@ class Replay:
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
                 "parameters that several stages use are then added once per step, which differs by rounding only."
             )
-        forbidden = uncuttable(self.trace)
+        forbidden = self._uncuttable
         if self.trace.loss is None:
             cuts = moved(cuts, count=len(self.trace.units), forbidden=forbidden)
         wrong = sorted(forbidden.intersection(cuts))
@@ -335,4 +344,13 @@ class Replay:
                     else ""
                 )
             )
-        return UnitSplitter(self._request, self.trace, self._aliases, self._now, held, recomputed).split(cuts)
+        splitter = UnitSplitter(
+            self._request,
+            self.trace,
+            self._aliases,
+            self._now,
+            held,
+            recomputed,
+            sizes_travel=self._sizes_travel,
+        )
+        return splitter.split(cuts)

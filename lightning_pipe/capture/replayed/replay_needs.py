@@ -12,8 +12,8 @@ and the tensors of the batch of which the same are made, and has the parameters 
 this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
-the unit's owner knows; and between units, or glue, that use state which the step changes (a BatchNorm that is called
-twice), since each stage would have its own.
+the unit's owner knows, unless batches are not cut, whose messages bring their sizes (`unit_sizes`); and between units,
+or glue, that use state which the step changes (a BatchNorm that is called twice), since each stage would have its own.
 
 Legend: k, r units; a position p puts units 0..p-1 before a cut.
 """
@@ -110,8 +110,13 @@ def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
     return found
 
 
-def uncuttable(trace: UnitTrace) -> frozenset[int]:
-    """Return the positions at which the units cannot be separated; that of their number is behind them all."""
+def uncuttable(trace: UnitTrace, *, sizes_travel: bool = False) -> frozenset[int]:
+    """Return the positions at which the units cannot be separated; that of their number is behind them all.
+
+    Args:
+        trace: the units.
+        sizes_travel: whether stages tell each other how large what units return is.
+    """
     last = len(trace.units) - 1
     found: set[int] = set()
     for change in trace.changes:
@@ -127,7 +132,7 @@ def uncuttable(trace: UnitTrace) -> frozenset[int]:
     for k, unit in enumerate(trace.units):
         if unit.template is None:  # Python of every later stage would have nothing in its place (a packed sequence)
             found.update(range(k + 1, last + 1))
-        elif not unit.is_fixed:
+        elif not unit.is_fixed and not sizes_travel:
             found.update(range(k + 1, _last_reader(trace, k) + 1))
     return frozenset(found)
 
