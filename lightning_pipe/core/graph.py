@@ -7,6 +7,7 @@ are made of: every operation of forward and backward, and every tensor that one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -167,8 +168,8 @@ class Graph:
         parameter_bytes: bytes of every parameter by name (tied parameters under one name).
         fingerprint: hash of the graph, equal on all ranks and in every process for the same step.
         coupled: names of nodes that mix samples (batch statistics), or may, which slicing would change.
-        uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
-            and written after.
+        uncuttable: positions at which the graph cannot be cut, and in words what would have to cross them: state that
+            the step overwrites, or a value that cannot travel, with the user's line where it is known.
         unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages
             with different numbers of replicas cannot meet there.
         operations: all operations of the step, in the order of the joint graph (forward, then backward).
@@ -186,7 +187,7 @@ class Graph:
     parameter_bytes: dict[str, int]
     fingerprint: str
     coupled: tuple[str, ...] = ()
-    uncuttable: frozenset[int] = frozenset()
+    uncuttable: Mapping[int, str] = field(default_factory=dict)
     unsliceable: frozenset[int] = frozenset()
     operations: tuple[Operation, ...] = ()
     tensors: tuple[Tensor, ...] = ()

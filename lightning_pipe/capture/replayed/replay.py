@@ -98,7 +98,7 @@ class Replay:
         return bool(self.trace.whole) or self._request.samples is None
 
     @cached_property
-    def _uncuttable(self) -> frozenset[int]:
+    def _uncuttable(self) -> dict[int, str]:
         return uncuttable(self.trace, sizes_travel=self._sizes_travel)
 
     @property
@@ -332,12 +332,13 @@ class Replay:
         forbidden = self._uncuttable
         if self.trace.loss is None:
             cuts = moved(cuts, count=len(self.trace.units), forbidden=forbidden)
-        wrong = sorted(forbidden.intersection(cuts))
+        wrong = sorted(forbidden.keys() & {*cuts})
         if wrong or (self.whole and any(cut == 0 for cut in cuts)):
             place = (*self._names, "its end")[wrong[0] if wrong else 0]
+            why = f": {forbidden[wrong[0]]}" if wrong else ""
             raise PlanError(
                 f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "
-                "behind it know (state that the step keeps, or a shape that depends on data)."
+                f"behind it know (state that the step keeps, or a value that cannot be sent){why}."
                 + (
                     f" It keeps {self.kept}. Return it from the step and keep it in a hook, or log it."
                     if self.kept

@@ -27,7 +27,7 @@ def bytes_of(output: UnitOutput) -> int:
 
 
 def graph_of_units(
-    layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request, *, uncuttable: frozenset[int]
+    layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request, *, uncuttable: dict[int, str]
 ) -> Graph:
     """Return the graph of layers with the names of real parameters, and what is known of cuts."""
     described = repr((names, trace.samples, [(u.path, sorted(u.reads), u.outputs) for u in trace.units]))
@@ -56,7 +56,7 @@ def graph_of_units(
         tensors=tensors,
         parameter_bytes=sizes,
         coupled=tuple(names),  # glue runs in several stages, which must see the same samples
-        uncuttable=frozenset() if trace.loss is None else uncuttable,  # cuts of an evaluation are moved
+        uncuttable={} if trace.loss is None else uncuttable,  # cuts of an evaluation are moved
         unsliceable=unsliceable,
         lasting=frozenset(t for t, tensor in enumerate(tensors) if tensor.name not in repeatable),
         head=_head_work(trace, request),
