@@ -8,6 +8,7 @@ auto      joint; where it fails for a fault of this package, joint for batches t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,6 +67,9 @@ def captured_by(
     """
     if route == "replay":
         return replayed(request, traced, reason="capture='replay' asks for it")
+    if route == "auto" and (name := uncut_object(request.structure.template)):
+        with contextlib.suppress(CaptureError):  # else it is captured again for every batch
+            return replayed(request, traced, reason=f"Its batch holds a {name}, whose tensors a graph would freeze.")
     captured, reason = _joint(request)
     uncut, _ = refusals(captured is not None and bool(captured.whole))
     if uncut and captured is not None and not captured.whole:
