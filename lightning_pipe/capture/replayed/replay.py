@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_pipe.capture.closed_stages import closed
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
@@ -354,4 +355,4 @@ class Replay:
             recomputed,
             sizes_travel=self._sizes_travel,
         )
-        return splitter.split(cuts)
+        return closed(splitter.split(cuts))
