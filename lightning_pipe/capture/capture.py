@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from lightning_pipe.capture.closed_stages import closed
 from lightning_pipe.capture.graphs.gradient_nodes import with_gradients_apart
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.lengths import at_lengths
@@ -163,7 +164,7 @@ class Capture:
             held=held,
             reads_twice=reads_twice,
         )
-        return splitter.split(cuts, policies)
+        return closed(splitter.split(cuts, policies))
 
     def misfit(self, samples: int) -> str:
         """Return "" if slices of this many samples can be run, else why not."""

@@ -7,6 +7,7 @@ are made of: every operation of forward and backward, and every tensor that one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -169,8 +170,8 @@ class Graph:
         coupled: names of nodes that mix samples (batch statistics), or may, which slicing would change.
         by_microbatch: what takes the samples of a micro-batch where one device takes those of the batch: modules with
             batch statistics, say. Where there is any, the number of micro-batches changes what is trained.
-        uncuttable: positions at which the graph cannot be cut, because state that the step overwrites is read before
-            and written after.
+        uncuttable: positions at which the graph cannot be cut, and in words what would have to cross them: state that
+            the step overwrites, or a value that cannot travel, with the user's line where it is known.
         unsliceable: positions at which a value crosses whose samples do not lie in rows of their own, so that stages
             with different numbers of replicas cannot meet there.
         operations: all operations of the step, in the order of the joint graph (forward, then backward).
@@ -189,7 +190,7 @@ class Graph:
     fingerprint: str
     coupled: tuple[str, ...] = ()
     by_microbatch: tuple[str, ...] = ()
-    uncuttable: frozenset[int] = frozenset()
+    uncuttable: Mapping[int, str] = field(default_factory=dict)
     unsliceable: frozenset[int] = frozenset()
     operations: tuple[Operation, ...] = ()
     tensors: tuple[Tensor, ...] = ()

@@ -159,7 +159,7 @@ def test_they_train_by_whatever_plan_is_made(kind: str, layout: str, capture: st
         ({}, None, True),
         ({"microbatches": 1}, None, True),
         ({"microbatches": 2}, None, False),
-        ({"layout": "2"}, None, False),
+        ({"layout": "2"}, None, True),
         ({}, [1, 1], True),
         ({}, [2, 1], True),
         ({"microbatches": 4}, [1, 1], False),

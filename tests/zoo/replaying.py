@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -64,7 +65,7 @@ def traced(module: pl.LightningModule, batch: Any, sizes: tuple[int, ...], *, pa
     return Replayed(module, batch, (sum(sizes),) if trace.whole else sizes, request, trace)
 
 
-def even_cuts(trace: UnitTrace, uncuttable: frozenset[int], stages: int) -> tuple[int, ...] | None:
+def even_cuts(trace: UnitTrace, uncuttable: Collection[int], stages: int) -> tuple[int, ...] | None:
     """Return cuts that balance the seconds of the units; None if there are no such cuts."""
     places = [p for p in range(1, len(trace.units)) if p not in uncuttable]
     if len(places) < stages - 1:

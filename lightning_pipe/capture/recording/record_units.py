@@ -296,6 +296,8 @@ class UnitRecorder:
         units = UnitCalls(module, chosen, watch=StateWatch(module), places=PlaceWatch(module, places))
         follower = units.follower
         units.untouched.note(leaves)
+        for constant in tensors_in(self.request.structure.template, objects=True):
+            follower.made_of.add(constant, frozenset())  # no unit has made it
         for number, leaf in enumerate(leaves):
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from lightning_pipe.capture.python.places import ABSENT, Path, follow, same
 from lightning_pipe.capture.python.state_slots import attributes_of, owners_of
 from lightning_pipe.capture.recording.replay_state import same_content
+from lightning_pipe.capture.steps.batch import LeafSlot
 from lightning_pipe.capture.steps.metric_result import is_result
 from lightning_pipe.capture.steps.module_tables import HookTables, refill
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
@@ -40,10 +42,29 @@ def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator
         yield value
         return
     items = _items(value)
-    if items is None and objects and depth < _DEEPEST and not callable(value):
-        items, depth = list(getattr(value, "__dict__", {}).values()), depth + 1
+    if items is None and objects and depth < _DEEPEST:
+        items, depth = _held_by(value), depth + 1
     for item in items or ():
         yield from tensors_in(item, objects=objects, depth=depth)
+
+
+def uncut_object(template: Any) -> str:
+    """Name the class of an object in a batch that holds tensors, or is an array; "" if there is none.
+
+    A micro-batch is given it as it is, since nobody knows where its samples are.
+    """
+    if isinstance(template, (LeafSlot, int, float, complex)) or (items := _items(template)) == ():
+        return ""
+    if items is not None:
+        return next(filter(None, map(uncut_object, items)), "")
+    is_moved = hasattr(type(template), "to") or isinstance(template, np.ndarray)  # by Lightning, to a device
+    return type(template).__name__ if is_moved or any(True for _ in tensors_in(template, objects=True)) else ""
+
+
+def _held_by(value: Any) -> list[Any]:
+    """List what an object of any class holds in attributes."""
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 def _items(value: Any) -> Iterable[Any] | None:

@@ -35,7 +35,7 @@ from lightning_pipe.capture.recording.replay_state import is_inside, same_conten
 from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_inputs import GlueTrial, by_microbatch, head_of, without_head
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
-from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was
+from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was, uncut_object
 from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.hazards import restored_generators
@@ -61,7 +61,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
     Raises:
         CaptureError: if the step has no units, or calls others every time, or differentiates through them itself.
     """
-    runner = UnitRecorder(request, tensors)
+    runner, uncut = UnitRecorder(request, tensors), uncut_object(request.structure.template)
     devices = [request.device] if request.device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices=devices),
@@ -76,7 +76,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
         opened = frozenset[str]()
         while True:
             chosen, run = _separated(runner, tree, parts, steady, opened)
-            count = 0 if request.samples is None else _RUNS_IF_RANDOM if drawn() else _RUNS
+            count = 0 if request.samples is None or uncut else _RUNS_IF_RANDOM if drawn() else _RUNS
             others, fits, only = _other_runs(runner, chosen, count, states=(steady, kept))
             calls = units_of(tree, chosen)
             called = [[call.path for call in calls], *([seen.path for seen in one.seen] for one in (run, *others))]
@@ -119,6 +119,7 @@ def trace_units(request: Request, tensors: Sequence[torch.Tensor], *, parts: int
             whole or f"{nonlinear} gets a gradient that is no multiple of the loss's, from a custom Function or a hook"
         )
     whole = (only or whole or unlike or without_head(request, trace, headless)) if fits else _KEEPS_SIZES
+    whole = f"they hold a {uncut}, which is not cut into samples" if uncut and request.samples else whole
     if not whole and request.whole_batch == "exact" and (names := by_microbatch(request, replace(trace, once=once))):
         whole = takes_all_samples(names)
     return replace(

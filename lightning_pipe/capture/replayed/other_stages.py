@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from lightning_pipe.capture.replayed.replay_values import filled, leaf_size, size_of
+from lightning_pipe.capture.replayed.replay_values import filled, leaf_size
 from lightning_pipe.capture.replayed.stage_spec import PlayedStep, StageSpec
 from lightning_pipe.capture.torch_private import FakeTensorMode
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]  # of the outputs of a unit
+_MOST_FORMS = 4096  # fake tensors that are kept
 
 
 class OtherStages:
@@ -26,7 +29,7 @@ class OtherStages:
 
     def __init__(self, step: PlayedStep, part: StageSpec) -> None:
         self.step, self.part = step, part
-        self._outputs: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._outputs: dict[tuple[int, Shapes], list[torch.Tensor]] = {}
         self._leaves: dict[tuple[int, int], torch.Tensor] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.parameters = self._parameters()
@@ -48,20 +51,22 @@ class OtherStages:
                 self._leaves[i, samples] = torch.empty(size, dtype=leaf.dtype, device=self.step.device)
         return self._leaves[i, samples]
 
-    def outputs(self, k: int, samples: int) -> Any:
-        """Return what a unit that nobody here needs returns: its template with fake tensors.
+    def outputs(self, k: int, shapes: Shapes) -> Any:
+        """Return what a unit that nobody here needs returns: its template with fake tensors of these shapes.
 
         They require gradients where the unit's own do: the step may ask, as the reentrant form of a checkpoint does,
         which runs all that is inside without gradients where it is given none that does.
         """
         unit = self.step.trace.units[k]
-        if (k, samples) not in self._outputs:
+        if (k, shapes) not in self._outputs:
+            if len(self._outputs) >= _MOST_FORMS:
+                self._outputs.clear()
             with self._mode:
-                self._outputs[k, samples] = [
-                    torch.empty(size_of(output, samples), dtype=output.dtype, device=self.step.device)
-                    for output in unit.outputs
+                self._outputs[k, shapes] = [
+                    torch.empty(shape, dtype=output.dtype, device=self.step.device)
+                    for shape, output in zip(shapes, unit.outputs, strict=True)
                 ]
-        tensors = self.handed(k, self._outputs[k, samples])
+        tensors = self.handed(k, self._outputs[k, shapes])
         return filled(
             unit.template, [t.clone() if o.is_overwritten else t for t, o in zip(tensors, unit.outputs, strict=True)]
         )

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from lightning_pipe.capture.closed_stages import closed
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
@@ -90,7 +91,16 @@ class Replay:
     @cached_property
     def graph(self) -> Graph:
         """Return the units as a graph."""
-        return graph_of_units(self._layers, self.trace, self._names, self._request)
+        return graph_of_units(self._layers, self.trace, self._names, self._request, uncuttable=self._uncuttable)
+
+    @property
+    def _sizes_travel(self) -> bool:
+        """Return whether batches are never cut, so that the number of samples need not tell any size."""
+        return bool(self.trace.whole) or self._request.samples is None
+
+    @cached_property
+    def _uncuttable(self) -> dict[int, str]:
+        return uncuttable(self.trace, sizes_travel=self._sizes_travel)
 
     @property
     def plays(self) -> Replay:
@@ -320,19 +330,29 @@ class Replay:
                 "exact_ties needs the step as one graph, but this step is replayed. Remove exact_ties; gradients of "
                 "parameters that several stages use are then added once per step, which differs by rounding only."
             )
-        forbidden = uncuttable(self.trace)
+        forbidden = self._uncuttable
         if self.trace.loss is None:
             cuts = moved(cuts, count=len(self.trace.units), forbidden=forbidden)
-        wrong = sorted(forbidden.intersection(cuts))
+        wrong = sorted(forbidden.keys() & {*cuts})
         if wrong or (self.whole and any(cut == 0 for cut in cuts)):
             place = (*self._names, "its end")[wrong[0] if wrong else 0]
+            why = f": {forbidden[wrong[0]]}" if wrong else ""
             raise PlanError(
                 f"{self._request.method} cannot be cut before {place}: a stage before it would need what only stages "
-                "behind it know (state that the step keeps, or a shape that depends on data)."
+                f"behind it know (state that the step keeps, or a value that cannot be sent){why}."
                 + (
                     f" It keeps {self.kept}. Return it from the step and keep it in a hook, or log it."
                     if self.kept
                     else ""
                 )
             )
-        return UnitSplitter(self._request, self.trace, self._aliases, self._now, held, recomputed).split(cuts)
+        splitter = UnitSplitter(
+            self._request,
+            self.trace,
+            self._aliases,
+            self._now,
+            held,
+            recomputed,
+            sizes_travel=self._sizes_travel,
+        )
+        return closed(splitter.split(cuts))

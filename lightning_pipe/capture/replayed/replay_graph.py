@@ -11,7 +11,7 @@ import torch
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.recording.unit_inputs import STATISTICS, by_microbatch
 from lightning_pipe.capture.recording.units import Unit, UnitOutput, UnitTrace
-from lightning_pipe.capture.replayed.replay_needs import compared_units, head_needs, readers_of, uncuttable
+from lightning_pipe.capture.replayed.replay_needs import compared_units, head_needs, readers_of
 from lightning_pipe.capture.replayed.replay_values import leaf_size
 from lightning_pipe.core.graph import CALL, Graph, HeadWork, Operation, Tensor
 from lightning_pipe.profiles.published_graph import graph_of, stash_of
@@ -25,7 +25,9 @@ def bytes_of(output: UnitOutput) -> int:
     return torch.Size(output.shape).numel() * output.dtype.itemsize
 
 
-def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request) -> Graph:
+def graph_of_units(
+    layers: Layers, trace: UnitTrace, names: tuple[str, ...], request: Request, *, uncuttable: dict[int, str]
+) -> Graph:
     """Return the graph of layers with the names of real parameters, and what is known of cuts."""
     described = repr((names, trace.samples, [(u.path, sorted(u.reads), u.outputs) for u in trace.units]))
     fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
@@ -54,7 +56,7 @@ def graph_of_units(layers: Layers, trace: UnitTrace, names: tuple[str, ...], req
         parameter_bytes=sizes,
         by_microbatch=() if trace.whole else by_microbatch(request, trace),
         coupled=tuple(names),  # glue runs in several stages, which must see the same samples
-        uncuttable=frozenset() if trace.loss is None else uncuttable(trace),  # cuts of an evaluation are moved
+        uncuttable={} if trace.loss is None else uncuttable,  # cuts of an evaluation are moved
         unsliceable=unsliceable,
         lasting=frozenset(t for t, tensor in enumerate(tensors) if tensor.name not in repeatable),
         head=_head_work(trace, request),

@@ -12,8 +12,8 @@ and the tensors of the batch of which the same are made, and has the parameters 
 this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
-the unit's owner knows; and between units, or glue, that use state which the step changes (a BatchNorm that is called
-twice), since each stage would have its own.
+the unit's owner knows, unless batches are not cut, whose messages bring their sizes (`unit_sizes`); and between units,
+or glue, that use state which the step changes (a BatchNorm that is called twice), since each stage would have its own.
 
 Legend: k, r units; a position p puts units 0..p-1 before a cut.
 """
@@ -110,26 +110,41 @@ def _with_state(trace: UnitTrace, reads: Iterable[Source]) -> set[Source]:
     return found
 
 
-def uncuttable(trace: UnitTrace) -> frozenset[int]:
-    """Return the positions at which the units cannot be separated; that of their number is behind them all."""
+def uncuttable(trace: UnitTrace, *, sizes_travel: bool = False) -> dict[int, str]:
+    """Return the positions at which the units cannot be separated, and why; that of their number is behind them all.
+
+    Args:
+        trace: the units.
+        sizes_travel: whether stages tell each other how large what units return is.
+    """
     last = len(trace.units) - 1
-    found: set[int] = set()
+    found: dict[int, str] = {}
     for change in trace.changes:
         for reader in _readers(trace, change):
             behind = [change.before - 1, *_units(_with_state(trace, change.reads))]
-            found.update(range(reader + 1, min(last, max(behind)) + 1))
+            why = f"{change.name}, which {trace.units[reader].path} is given, changes{_at(change.line)}"
+            found |= dict.fromkeys(range(reader + 1, min(last, max(behind)) + 1), why)
     written = [name for unit in trace.units for name in unit.mutations]
     for name in dict.fromkeys([*written, *(change.name for change in trace.changes if change.is_tensor)]):
         if name in trace.once:  # every stage that uses it changes it alike
             continue
         if users := _users(trace, name):
-            found.update(range(min(users) + 1, max(users) + 1))
+            first, end = (trace.units[k].path for k in (min(users), max(users)))
+            why = f"{name}, which {first} uses and {end} uses last, is changed by the step"
+            found |= dict.fromkeys(range(min(users) + 1, max(users) + 1), why)
     for k, unit in enumerate(trace.units):
         if unit.template is None:  # Python of every later stage would have nothing in its place (a packed sequence)
-            found.update(range(k + 1, last + 1))
-        elif not unit.is_fixed:
-            found.update(range(k + 1, _last_reader(trace, k) + 1))
-    return frozenset(found)
+            why = f"what {unit.path} returns is no tensor and cannot be sent"
+            found |= dict.fromkeys(range(k + 1, last + 1), why)
+        elif not unit.is_fixed and not sizes_travel:
+            shapes = ", ".join(str(output.shape) for output in unit.outputs)
+            why = f"what {unit.path} returns has a shape that depends on data ({shapes} here)"
+            found |= dict.fromkeys(range(k + 1, _last_reader(trace, k) + 1), why)
+    return found
+
+
+def _at(line: str) -> str:
+    return f" at {line}" if line else ""
 
 
 def _users(trace: UnitTrace, name: str) -> list[int]:

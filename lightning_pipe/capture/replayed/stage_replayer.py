@@ -30,6 +30,7 @@ from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
+from lightning_pipe.capture.replayed.unit_sizes import UnitSizes, sizes_of_tensor
 from lightning_pipe.capture.steps.batch import with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import Answerer
@@ -71,6 +72,7 @@ class Played:
         loss: the loss; zero where there is none.
         changed: buffers that it has changed.
         recording: what it has said.
+        sizes: of what the units up to its end return.
     """
 
     tape: int
@@ -79,6 +81,7 @@ class Played:
     loss: torch.Tensor
     changed: Mapping[str, torch.Tensor]
     recording: StepRecording
+    sizes: UnitSizes
 
 
 class StageReplayer:
@@ -113,6 +116,7 @@ class StageReplayer:
         state: dict[str, torch.Tensor],
         leaves: Mapping[int, torch.Tensor],
         given: Mapping[int, Tensors],
+        sizes: torch.Tensor | None = None,
     ) -> Played:
         """Play the step on some samples; on all of them, if this is a head.
 
@@ -122,6 +126,7 @@ class StageReplayer:
             state: parameters and buffers of the stage by name.
             leaves: tensors of the batch that the stage is given, by number.
             given: outputs of the given units.
+            sizes: of what earlier units return, as their stages tell them.
 
         Returns:
             What the play has made.
@@ -134,7 +139,8 @@ class StageReplayer:
         twins = {twin: (state | apart)[name] for name, own in self._twins.items() for twin in own}
         hang = partial(hung, self._slots, {**state, **apart, **twins, **self._others.parameters})
         metrics = self._now.metrics_of(self._step.module)
-        run = StepRun(self._others, metrics, samples=samples, key=key, given=given, hang=hang)
+        earlier = {} if sizes is None else sizes_of_tensor(self._units, sizes)
+        run = StepRun(self._others, metrics, samples=samples, key=key, given=given, sizes=earlier, hang=hang)
         recording = StepRecording()
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
@@ -181,7 +187,7 @@ class StageReplayer:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
-        return Played(self._keep(run, loss, state, left), sent, run.asked, told, changed, recording)
+        return Played(self._keep(run, loss, state, left), sent, run.asked, told, changed, recording, run.sizes)
 
     def backward(
         self,

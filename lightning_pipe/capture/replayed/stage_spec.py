@@ -123,6 +123,7 @@ class PlayedStep:
         trace: its units.
         device: where it runs.
         has_backward: whether gradients are made.
+        sizes_travel: whether stages tell each other how large is what units return (`unit_sizes`).
     """
 
     module: pl.LightningModule
@@ -133,6 +134,7 @@ class PlayedStep:
     trace: UnitTrace
     device: torch.device
     has_backward: bool
+    sizes_travel: bool
 
     @property
     def head(self) -> Head:

@@ -25,6 +25,7 @@ from lightning_pipe.capture.replayed.module_scope import seed
 from lightning_pipe.capture.replayed.other_stages import OtherStages
 from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import Tensors
+from lightning_pipe.capture.replayed.unit_sizes import UnitSizes, have_form
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey
@@ -45,11 +46,13 @@ class StepRun:
         samples: number of samples.
         key: key of the random numbers.
         given: outputs of the given units.
+        sizes: of what earlier units return, where stages tell each other.
         hang: context in which the module has the parameters and buffers of this run.
 
     Attributes:
         checkpoints: knows whether a checkpoint runs, outside of units.
         is_inside: whether a unit runs.
+        sizes: of what the units up to here return.
         sent: outputs of the units that others are given.
         leaves: what it was given, as leaves of autograd.
         called: numbers of the units that were called.
@@ -67,11 +70,13 @@ class StepRun:
         samples: int,
         key: RandomKey,
         given: Mapping[int, Tensors],
+        sizes: UnitSizes,
         hang: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._hang = hang
         self._others, self._step, self._part, self._metrics = others, others.step, others.part, metrics
         self._samples, self._key, self._given = samples, key, given
+        self.sizes = dict(sizes)
         self._called = 0
         self.checkpoints = CheckpointDepth()
         self.is_inside = False
@@ -150,6 +155,8 @@ class StepRun:
             result = self._checkpointed(call) if self._is_checkpointed(number) else call()
         finally:
             self.is_inside = False
+        if self._step.sizes_travel and have_form(self._step.trace.units[number], tensors_in(result)):
+            self.sizes[number] = tuple(tuple(tensor.shape) for tensor in tensors_in(result))
         if number not in self._part.sent:
             return result
         tensors = self._checked(number, tensors_in(result))
@@ -182,21 +189,24 @@ class StepRun:
         seed(self._key, number, step.device, all_generators=step.trace.is_random_in_python)
 
     def _checked(self, number: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        unit = self._step.trace.units[number]
+        unit, sizes_travel = self._step.trace.units[number], self._step.sizes_travel
         found = [(tuple(t.shape), t.dtype) for t in tensors]
         expected = [(size_of(output, self._samples), output.dtype) for output in unit.outputs]
-        if any(isinstance(t, FakeTensor) for t in tensors) or found != expected:
+        is_right = have_form(unit, tensors) if sizes_travel else found == expected
+        if any(isinstance(t, FakeTensor) for t in tensors) or not is_right:
+            law = "as many dimensions" if sizes_travel else "shapes that depend on the number of samples only"
             raise PipelineError(
                 f"{unit.path} returned {found}; expected {expected} for {self._samples} samples, as when it was "
-                "traced. What crosses stages must have shapes that depend on the number of samples only: pad to one "
-                "length, or give all ranks to one stage by `layout`."
+                f"traced. What crosses stages must have {law}: pad to one length, or give all ranks to one stage by "
+                "`layout`."
             )
         return tuple(tensors)
 
     def _of_others(self, number: int) -> Any:
-        if number not in self._given:
-            return self._others.outputs(number, self._samples)
         unit = self._step.trace.units[number]
+        if number not in self._given:
+            traced = tuple(size_of(output, self._samples) for output in unit.outputs)
+            return self._others.outputs(number, self.sizes.get(number, traced))
         leaves = tuple(self._others.handed(number, self._given[number]))
         self.leaves[number] = leaves
         handed = [t.clone() if o.is_overwritten else t for t, o in zip(leaves, unit.outputs, strict=True)]

@@ -34,6 +34,7 @@ from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_un
 from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
+from lightning_pipe.capture.replayed.unit_sizes import sizes_as_tensor, sizes_name, sizes_value
 from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
@@ -60,6 +61,7 @@ class UnitSplitter:
         now: what changes from batch to batch.
         held: stages that hold a copy of a parameter, whether they use it here or not.
         recomputed: units that run again in the backward.
+        sizes_travel: whether stages tell each other how large is what units return.
     """
 
     def __init__(
@@ -70,10 +72,12 @@ class UnitSplitter:
         now: BatchContext,
         held: Mapping[str, Set[int]],
         recomputed: Set[int],
+        *,
+        sizes_travel: bool,
     ) -> None:
         self._held, self._recomputed = held, recomputed
         self._request, self._trace, self._aliases, self._now = request, trace, aliases, now
-        self._units = trace.units
+        self._units, self._sizes_travel = trace.units, sizes_travel
         self._asked: tuple[int, ...] = ()
         self._batch_dim = request.batch_dim if request.samples is not None else None
         self._buffers = tuple(name for name, _ in request.module.named_buffers())
@@ -152,6 +156,7 @@ class UnitSplitter:
             trace=self._trace,
             device=self._request.device,
             has_backward=self._trace.loss is not None,
+            sizes_travel=self._sizes_travel,
         )
 
     def _program(self, stage: _Stage, stages: list[_Stage], owner: dict[int, int]) -> StageProgram:
@@ -179,6 +184,10 @@ class UnitSplitter:
         else:
             for k in (k for k in self._asked if owner[k] != last):
                 receives["F", owner[k]].append(asked_name(k))
+        if self._sizes_travel and stage.number:
+            receives["F", stage.number - 1].append(sizes_name(stage.number - 1))
+        if self._sizes_travel and stage.number < last:
+            sends["F", stage.number + 1].append(sizes_name(stage.number))
         is_trained = self._trace.loss is not None
         return StageProgram(
             stage=stage.number,
@@ -186,7 +195,7 @@ class UnitSplitter:
             buffers={f"buffer:{name}": name for name in part.buffers},
             leaves=leaves if stage.number == 0 else {},
             tangents=(TANGENT,) if has_loss else (),
-            forward=self._forward(player, has_loss=has_loss and part.is_last),
+            forward=self._forward(player, last, has_loss=has_loss and part.is_last),
             input_grad=self._backward(player, stage.number, head, has_loss=has_loss) if is_trained else None,
             weight_grad=None,
             receives={edge: tuple(names) for edge, names in receives.items() if names and _is_run(edge, is_trained)},
@@ -263,8 +272,9 @@ class UnitSplitter:
             yield from escape.reads
         yield from self._trace.tail
 
-    def _forward(self, player: StageReplayer, *, has_loss: bool) -> Half:
+    def _forward(self, player: StageReplayer, last: int, *, has_loss: bool) -> Half:
         part = player.part
+        is_told, tells = (self._sizes_travel and is_inside for is_inside in (part.number > 0, part.number < last))
         state = state_names(part)
         inputs = [*state_values(part), *(f"leaf{i}" for i in part.leaves)]
         given = [name for k in part.given for name in output_names(self._units, k)]
@@ -274,6 +284,8 @@ class UnitSplitter:
             *([LOSS] if has_loss else []),
         ]
         outputs += [asked_name(k) for k in part.asked]
+        given += [sizes_name(part.number - 1)] if is_told else []
+        outputs += [sizes_name(part.number)] if tells else []
         changed = [f"changed:{name}" for name in part.mutations]
 
         def run(samples: int, key: Any, *values: Any) -> tuple[Any, ...]:
@@ -281,10 +293,12 @@ class UnitSplitter:
             hung = {name: next(tensors) for name in state}
             batch = {i: next(tensors) for i in part.leaves}
             handed = {k: tuple(next(tensors) for _ in self._units[k].outputs) for k in part.given}
-            play = player.forward(samples, key, state=hung, leaves=batch, given=handed)
+            sizes = next(tensors) if is_told else None
+            play = player.forward(samples, key, state=hung, leaves=batch, given=handed, sizes=sizes)
             made = [tensor for k in part.sent for tensor in play.sent[k]]
             made += [play.loss] if has_loss else []
             made += [play.asked[k] for k in part.asked]
+            made += [sizes_as_tensor(self._units, play.sizes)] if tells else []
             return (play.tape, *made, *(play.changed[name] for name in part.mutations))
 
         return Half((*inputs, *given), (*outputs, *changed), run)
@@ -315,10 +329,12 @@ class UnitSplitter:
             for k in stage.needs.units:
                 outputs = self._units[k].outputs
                 for name, output in zip(output_names(self._units, k), outputs, strict=True):
-                    yield _value(name, output, combine="mean")
+                    yield replace(_value(name, output, combine="mean"), sizes_travel=self._sizes_travel)
                 differentiated = [output for output in outputs if output.has_gradient]
                 for name, output in zip(gradient_names(self._units, k, stage.number), differentiated, strict=True):
-                    yield replace(_value(name, output, combine="sum"), order=())
+                    yield replace(_value(name, output, combine="sum"), order=(), sizes_travel=self._sizes_travel)
+            if self._sizes_travel:
+                yield sizes_value(self._units, stage.number)
         for k in self._asked:
             yield Value(asked_name(k), torch.float64, lambda samples: (samples, 2), 0, combine="cat")
         if (head := stages[-1].head) is not None:

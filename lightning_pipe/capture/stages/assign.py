@@ -11,7 +11,7 @@ stage than a gradient it reads, and a sum of gradients sits where its earliest i
 from __future__ import annotations
 
 import bisect
-from collections.abc import Set
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -109,21 +109,31 @@ def _is_cheap(node: fx.Node, joint: JointGraph, from_parameters: set[str]) -> bo
     return Trait.HEAVY not in traits(node) and not (is_backward(node) and not inputs)
 
 
-def uncuttable(joint: JointGraph, kinds: Kinds) -> frozenset[int]:
-    """Return the cut positions that would separate a read of state from the operation that overwrites it."""
+def uncuttable(joint: JointGraph, kinds: Kinds) -> dict[int, str]:
+    """Return the cut positions that would separate a read of state from the operation that overwrites it, and why."""
     position = {name: k for k, name in enumerate(kinds.placed)}
     nodes = {node.name: node for node in joint.module.graph.nodes}
-    found: set[int] = set()
+    found: dict[int, str] = {}
     for placeholder, state in {**joint.parameters, **joint.buffers}.items():
         if state not in joint.mutations:
             continue
         touching = [*(u.name for u in nodes[placeholder].users), joint.mutations[state]]
         places = [position[at] for n in touching if (at := kinds.parents.get(n, n)) in position]
-        found |= set(range(min(places) + 1, max(places) + 1)) if places else set()
-    return frozenset(found)
+        if places:
+            first, last = (_place(nodes[kinds.placed[at]]) for at in (min(places), max(places)))
+            why = f"{state}, which {first} uses and {last} uses last, is overwritten in between"
+            found = dict.fromkeys(range(min(places) + 1, max(places) + 1), why) | found
+    return found
 
 
-def moved(cuts: tuple[int, ...], *, count: int, forbidden: Set[int]) -> tuple[int, ...]:
+def _place(node: fx.Node) -> str:
+    """Name an operation as the user knows it."""
+    custom: dict[str, str] = node.meta.get("custom") or {}
+    line = custom.get("line", "")
+    return f"{custom.get('module') or node.name}{f' at {line}' if line else ''}"
+
+
+def moved(cuts: tuple[int, ...], *, count: int, forbidden: Collection[int]) -> tuple[int, ...]:
     """Move the cuts of `count` things to places that are not forbidden: the next one, or the last; stages may be empty.
 
     So can a step without a backward be cut, which may read parameters in stages that do not hold them.

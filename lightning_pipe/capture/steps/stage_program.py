@@ -75,6 +75,8 @@ class Value:
         outer: how often all samples follow each other in `batch_dim`, as in `cat([z1, z2])`.
         combine: how the values of slices make the value of the batch: `cat` along `batch_dim`; `mean` weighted by
             samples; `sum`, `max`, `min`; `same` where it does not depend on the samples.
+        sizes_travel: whether only its maker knows its shape, which goes before it in a message; `size` then says how
+            many dimensions it has.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Value:
     order: tuple[int, ...] = ()
     size_in_batch: Callable[[int, int], tuple[int, ...]] | None = None
     outer: int = 1
+    sizes_travel: bool = False
 
     def shape(self, samples: int, batch_samples: int = 0) -> tuple[int, ...]:
         """Return the shape for so many samples of a batch of so many; 0 for as many as the step was captured with."""

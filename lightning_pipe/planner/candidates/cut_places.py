@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from lightning_pipe.core.graph import Graph
 from lightning_pipe.errors import PlanError
+from lightning_pipe.planner.candidates.cut_points import cuttable
+
+_MOST_REASONS = 3
 
 
 def too_few_places(graph: Graph, *, stages: int, sliced: bool, advice: str) -> PlanError:
@@ -17,18 +20,28 @@ def too_few_places(graph: Graph, *, stages: int, sliced: bool, advice: str) -> P
     """
     count = len(graph.nodes)
     inside = range(1, count)
-    state = [position for position in inside if position in graph.uncuttable]
+    crossed: dict[str, list[int]] = {}
+    for position in (position for position in inside if position in graph.uncuttable):
+        crossed.setdefault(graph.uncuttable[position], []).append(position)
     rows = [p for p in inside if sliced and p in graph.unsliceable and p not in graph.uncuttable]
-    usable = max(0, count - 1) - len(state) - len(rows)
-    reasons = [
-        (state, "stand between a read of state and the operation that changes it, or in values that cannot travel"),
-        (rows, "are crossed by a value whose samples do not lie in rows of their own"),
-    ]
-    why = "".join(f"; {len(places)} {what} (from {_named(graph, places)})" for places, what in reasons if places)
+    usable = len(cuttable(graph, sliced=sliced))
+    most = sorted(crossed.items(), key=lambda found: -len(found[1]))
+    reasons = [f"{_counted(places)} since {what}" for what, places in most[:_MOST_REASONS]]
+    if others := sum(len(places) for _, places in most[_MOST_REASONS:]):
+        reasons.append(f"{others} for {len(most) - _MOST_REASONS} other values like these")
+    if rows:
+        reasons.append(
+            f"{_counted(rows)} since a value crosses whose samples do not lie in rows (from {_named(graph, rows)})"
+        )
+    why = "".join(f"; {reason}" for reason in reasons)
     return PlanError(
         f"The step has {count} operation{'s' * (count != 1)} and can be cut at {usable} "
         f"place{'s' * (usable != 1)} between them, too few for {stages} stages{why}. {advice}"
     )
+
+
+def _counted(places: list[int]) -> str:
+    return f"{len(places)} {'is' if len(places) == 1 else 'are'} none"
 
 
 def _named(graph: Graph, places: list[int]) -> str:

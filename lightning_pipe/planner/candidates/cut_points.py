@@ -113,7 +113,7 @@ def cuttable(graph: Graph, *, sliced: bool) -> list[int]:
         graph: the graph.
         sliced: whether stages with different numbers of replicas may meet there.
     """
-    forbidden = graph.uncuttable | (graph.unsliceable if sliced else frozenset())
+    forbidden = graph.uncuttable.keys() | (graph.unsliceable if sliced else frozenset())
     return [position for position in range(1, len(graph.nodes)) if position not in forbidden]
 
 

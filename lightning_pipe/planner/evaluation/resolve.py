@@ -45,8 +45,7 @@ def resolve(plan: Plan, graph: Graph, *, ranks: int) -> tuple[int, ...]:
     for position, stage in zip(positions, plan.stages, strict=True):
         if position in graph.uncuttable:
             raise PlanError(
-                f"A stage cannot begin at {stage.at!r}: state that the step overwrites is read before it and written "
-                "after it. Begin the stage earlier or later."
+                f"A stage cannot begin at {stage.at!r}: {graph.uncuttable[position]}. Begin the stage earlier or later."
             )
     return tuple(positions[1:])
 
@@ -292,7 +291,7 @@ def transfer_cuts(graph: Graph, cuts: tuple[int, ...], other: Graph) -> Transfer
 
 def _good_position(graph: Graph, first: int, last: int) -> int:
     """Return the last position of a range at which the graph can be cut and sliced, else the last of all."""
-    avoided = graph.uncuttable | graph.unsliceable
+    avoided = graph.uncuttable.keys() | graph.unsliceable
     return next((position for position in range(last, first - 1, -1) if position not in avoided), last)
 
 

@@ -7,7 +7,7 @@ program. Where both stages are on one rank the values go into the mailbox direct
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,16 +15,8 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.mailbox import Letter, Mailbox, PendingReceive
-from lightning_pipe.runtime.exchanges.slicing import (
-    Content,
-    buffer_for,
-    compact,
-    cut,
-    from_tensor,
-    join,
-    packed,
-    to_tensor,
-)
+from lightning_pipe.runtime.exchanges.sized_messages import BothSent, LateReceive, SizedMessage, tensors_of
+from lightning_pipe.runtime.exchanges.slicing import Content, compact, cut, from_tensor, join, packed, to_tensor
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Ahead, Sends, Stage
 from lightning_pipe.runtime.transport.protocol import Transport
@@ -58,6 +50,7 @@ class Exchange:
         self._device = device
         self._mailbox = Mailbox()
         self._sends: deque[tuple[Send, Handle]] = deque()
+        self._late: dict[int, LateReceive] = {}  # by sender: the last receive that had to wait for sizes
         self._receiving = 0  # messages that no compute has waited for
         self._is_queued = False  # whether a device may still carry messages that were waited for
         self._program: Program | None = None
@@ -91,6 +84,7 @@ class Exchange:
         else:
             self._mailbox.pass_on(ahead.passed, posted=recorder.mark())
         self._sends.clear()
+        self._late.clear()
         self._receiving, self._is_queued = len(self._mailbox.left()), False
         if program is not self._program:
             self._prepare(program)
@@ -125,16 +119,22 @@ class Exchange:
 
     def send(self, send: Send) -> None:
         """Post a message from a stage of this rank."""
-        message = send.message
-        tensors = [
-            packed(to_tensor(content, device=self._device), self._split.values[name])
-            for name, content in self._parts(message).items()
-        ]
-        self._post(send, tensors)
+        parts = self._parts(send.message)
+        contents = [to_tensor(content, device=self._device) for content in parts.values()]
+        self._post(send, self._form_of(send.message, parts), contents)
 
-    def _post(self, send: Send, tensors: list[torch.Tensor]) -> None:
+    def _form_of(self, message: Message, names: Iterable[str]) -> SizedMessage:
+        """Return what is known of a message of these values before it comes."""
+        of = self._batch_of(message.microbatch)
+        values = tuple([self._split.values[name] for name in names])
+        return SizedMessage(values, len(message.samples), of, self._device)
+
+    def _post(self, send: Send, form: SizedMessage, contents: Sequence[torch.Tensor]) -> None:
         self._is_queued = self._transport.device is not None
-        self._sends.append((send, self._transport.send(tensors, peer=send.peer)))
+        sizes = self._transport.send([form.sizes_of(contents)], peer=send.peer) if form.has_sizes else None
+        tensors = [packed(content, value) for content, value in zip(contents, form.values, strict=True)]
+        handle = self._transport.send(tensors, peer=send.peer)
+        self._sends.append((send, handle if sizes is None else BothSent(sizes, handle)))
 
     def _make_room(self) -> Walk[None]:
         """Wait for the oldest sends while more messages are under way than may be beside a compute."""
@@ -151,8 +151,14 @@ class Exchange:
         """Post the receiving of a message for a stage of this rank."""
         message = receive.message
         names = self._stages[message.target].program.receives[message.direction, message.source]
-        buffers, views = self._buffers(names, len(message.samples), of=self._batch_of(message.microbatch))
-        handle = self._transport.receive(views, peer=receive.peer, owners=buffers)
+        form, earlier = self._form_of(message, names), self._late.get(receive.peer)
+        if form.has_sizes or (earlier is not None and not earlier.is_posted):
+            buffers: tuple[torch.Tensor, ...] = ()
+            self._late[receive.peer] = LateReceive(form, self._transport, receive.peer, behind=earlier)
+            handle: Handle = self._late[receive.peer]
+        else:
+            buffers = form.buffers()
+            handle = self._transport.receive(form.views(buffers), peer=receive.peer, owners=buffers)
         self._receiving += 1
         self._is_queued = self._transport.device is not None
         self._mailbox.put(PendingReceive(message, buffers, receive, handle, self._recorder.mark()))
@@ -162,14 +168,6 @@ class Exchange:
         count = len(self.sizes)
         first = microbatch // count * count
         return sum(self._program.sizes[first : first + count]) if self._program is not None else 0
-
-    def _buffers(
-        self, names: Sequence[str], samples: int, *, of: int
-    ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-        """Allocate what a message of these values fills, and return it with what travels of it."""
-        values = [self._split.values[name] for name in names]
-        buffers = tuple(buffer_for(value, samples, of=of, device=self._device) for value in values)
-        return buffers, [packed(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
 
     def _let_go(self) -> None:
         """Forget sends that have landed: their handles keep memory."""
@@ -223,8 +221,8 @@ class Exchange:
             match end:
                 case Send(message):
                     names = self._stages[message.source].program.sends[message.direction, message.target]
-                    of = self._batch_of(message.microbatch)
-                    self._post(end, self._buffers(names, len(message.samples), of=of)[1])
+                    form = self._form_of(message, names)
+                    self._post(end, form, form.buffers(form.no_sizes))
                 case Recv():
                     self.receive(end)
         yield from self.finish_sends()
@@ -306,7 +304,7 @@ class Exchange:
     def _joined(self, names: tuple[str, ...], letters: tuple[Letter, ...], compute: Compute) -> dict[str, Content]:
         """Join the parts of every value; letters hold tensors in the order of `names`."""
         local = self.local(compute.stage, compute.microbatch)
-        columns = zip(*(letter.tensors for letter in letters), strict=True)
+        columns = zip(*map(tensors_of, letters), strict=True)
         joined: dict[str, Content] = {}
         for name, tensors in zip(names, columns, strict=True):
             value = self._split.values[name]

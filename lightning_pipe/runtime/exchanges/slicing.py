@@ -117,11 +117,21 @@ def from_tensor(tensor: torch.Tensor, value: Value) -> Content:
     return int(tensor.item()) if value.dtype is None else tensor
 
 
-def buffer_for(value: Value, samples: int, *, device: torch.device, of: int = 0) -> torch.Tensor:
-    """Allocate the tensor that receives a value for `samples` samples of `of`, in the value's memory order."""
+def buffer_for(
+    value: Value, samples: int, *, device: torch.device, of: int = 0, size: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Allocate the tensor that receives a value, in the value's memory order.
+
+    Args:
+        value: the value.
+        samples: number of samples that it is of.
+        device: where it is to lie.
+        of: number of samples of the batch.
+        size: its shape, where that is not known from the samples.
+    """
     if value.dtype is None:
         return torch.empty((), dtype=torch.int64, device=device)
-    size = value.shape(samples, of)
+    size = value.shape(samples, of) if size is None else size
     order = value.order or tuple(range(len(size)))
     return torch.empty_permuted(size, order, dtype=value.dtype, device=device)
 

@@ -1,6 +1,7 @@
 """Transport protocol: directed channels between pairs of ranks, sums and broadcasts over groups.
 
-Nothing but the tensors travels: the receiver knows shapes and element types from `Value.size(samples)`. Everything is
+Nothing but the tensors travels: the receiver knows shapes and element types from `Value.size(samples)`, or from sizes
+that were sent before (`runtime.exchanges.sized_messages`). Everything is
 posted without blocking and waited for through its handle. Channels and groups are opened on all ranks together, in one
 global order, before the first program that uses them: communicators created lazily and in different orders on
 different ranks hang.

@@ -213,9 +213,10 @@ class _Stages:
                 self._stages[target].receive(microbatch, arrived)
 
     def _travelled(self, name: str, content: Content, samples: int) -> Content:
-        value = self._values[name]
-        buffer = buffer_for(value, samples, of=self._batch_samples, device=self._device)
-        packed(buffer, value).copy_(packed(to_tensor(content, device=self._device), value))
+        value, sent = self._values[name], to_tensor(content, device=self._device)
+        size = sent.shape if value.sizes_travel else None
+        buffer = buffer_for(value, samples, of=self._batch_samples, device=self._device, size=size)
+        packed(buffer, value).copy_(packed(sent, value))
         return from_tensor(buffer, value)
 
 

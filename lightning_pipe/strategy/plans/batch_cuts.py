@@ -52,7 +52,7 @@ class BatchCuts:
 
     def can_cut(self, structure: Structure) -> bool:
         """Return whether batches like this are cut; others are left whole where the user does not ask to cut them."""
-        return self._is_told_to_cut or not self.uncut(structure)
+        return self.wanted_microbatches > 1 or not self.uncut(structure)
 
     def uncut(self, structure: Structure) -> str:
         """Return why batches like this cannot be cut, in words after "since"; "" if they can."""
@@ -90,9 +90,3 @@ class BatchCuts:
     def first_slice(self, samples: int) -> int:
         """Guess the size of a micro-batch before there is a plan."""
         return max(microbatch_sizes(samples, self.wanted_microbatches))
-
-    @property
-    def _is_told_to_cut(self) -> bool:
-        """Return whether the user wants micro-batches or replicas; replicas of a plan made here can take turns."""
-        stages = self._config.replicas or () if self.given is None else [len(s.ranks) for s in self.given.stages]
-        return self.wanted_microbatches > 1 or any(replicas > 1 for replicas in stages)

@@ -8,12 +8,14 @@ auto      joint; where it fails for a fault of this package, joint for batches t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
 from lightning_pipe.capture import Capture, Request, Route, capture_step
+from lightning_pipe.capture.recording.unit_state import uncut_object
 from lightning_pipe.capture.recording.units import UnitTrace
 from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.errors import (
@@ -64,7 +66,10 @@ def captured_by(
             on these: their Python does something else, as by an error of its own.
     """
     if route == "replay":
-        return _replayed(request, traced, reason="capture='replay' asks for it")
+        return replayed(request, traced, reason="capture='replay' asks for it")
+    if route == "auto" and (name := uncut_object(request.structure.template)):
+        with contextlib.suppress(CaptureError):  # else it is captured again for every batch
+            return replayed(request, traced, reason=f"Its batch holds a {name}, whose tensors a graph would freeze.")
     captured, reason = _joint(request)
     uncut, _ = refusals(captured is not None and bool(captured.whole))
     if uncut and captured is not None and not captured.whole:
@@ -82,12 +87,11 @@ def captured_by(
     if route == "joint" or refusing < ranks:
         raise reason
     try:
-        replay = _replayed(request, traced, reason=str(reason))
+        return replayed(request, traced, reason=str(reason))
     except CaptureError as error:
         if str(error) == str(reason):
             raise UncapturedError(str(reason)) from reason
         raise UncapturedError(f"{reason} Replaying its Python is no way out either: {error}") from reason
-    return replay
 
 
 def _captured_settled(
@@ -119,10 +123,12 @@ def _joint(request: Request) -> tuple[Capture, None] | tuple[None, CaptureError 
         return None, refused
 
 
-def _replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:
+def replayed(request: Request, traced: Callable[[Request], UnitTrace], *, reason: str) -> Replay:
     """Return a step that is replayed, for whole batches where it does not run with some of their samples."""
+    of_all = replace(request, samples=request.total)
+    if request.samples is not None and uncut_object(request.structure.template):
+        return Replay(of_all, traced(of_all), reason=reason)
     try:
         return Replay(request, traced(request), reason=reason)
     except FewSamplesError as error:
-        of_all = replace(request, samples=request.total)
         return Replay(of_all, traced(of_all), reason=reason).left_whole(str(error))

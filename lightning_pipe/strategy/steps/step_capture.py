@@ -17,14 +17,13 @@ from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.recording.settled_state import settled_state
 from lightning_pipe.capture.recording.unit_trace import trace_units
 from lightning_pipe.capture.recording.units import UnitTrace
-from lightning_pipe.capture.replayed.replay import Replay
 from lightning_pipe.capture.text_fields import StringReads
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.lightning_names import pl
 from lightning_pipe.strategy.parameters.weights import Weights
 from lightning_pipe.strategy.ranks.connections import Connections
 from lightning_pipe.strategy.start.on_device import run_on_device
-from lightning_pipe.strategy.steps.capture_route import captured_by
+from lightning_pipe.strategy.steps.capture_route import captured_by, replayed
 from lightning_pipe.strategy.steps.captured import Captured
 from lightning_pipe.strategy.steps.kept_state import SettledState
 from lightning_pipe.strategy.steps.step_calls import TRAINING, StepRequest
@@ -123,7 +122,7 @@ class StepCapture:
         with torch.inference_mode(False):
             traced = partial(self._traced, call)
             if reason:
-                found: Route = Replay(request, traced(request), reason=reason)
+                found: Route = replayed(request, traced, reason=reason)
             else:
                 found = captured_by(
                     self._setup.config.capture,
