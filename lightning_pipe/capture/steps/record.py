@@ -94,8 +94,8 @@ class MetricValue:
 
 
 @dataclass(frozen=True)
-class OfMetrics:
-    """What a function makes of results of recorded calls: a branch, with `MetricValue` among its arguments."""
+class Applied:
+    """What a function makes of stand-ins when they have values: a branch, with these among its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -153,6 +153,21 @@ class LoggerCall(ObjectCall):
         return ".".join(
             ["self.logger" if number == "0" else f"self.loggers[{number}]", *filter(None, [rest]), self.method]
         )
+
+
+@dataclass(frozen=True)
+class OutputCall(ObjectCall):
+    """A call of an output function, such as `print`; made on rank 0, and by no other.
+
+    `args` are its positional arguments, and the conditions under which it is made: pairs of what was asked and the
+    answer.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return what was called, as the user would write it."""
+        names = {"logging": "logging", "self": "self.print", "warnings": "warnings.warn", "tqdm": "tqdm.write"}
+        return names.get(self.path, "print" if self.method == "print" else f"{self.path}.{self.method}")
 
 
 @dataclass(frozen=True)

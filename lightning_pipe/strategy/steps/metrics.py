@@ -19,9 +19,11 @@ import torch
 import torchmetrics
 
 from lightning_pipe.capture import Route
+from lightning_pipe.capture.output.output_functions import make_output
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
     AnswerGuard,
+    Applied,
     BatchText,
     Computed,
     LogCall,
@@ -30,7 +32,7 @@ from lightning_pipe.capture.steps.record import (
     MetricRef,
     MetricValue,
     ObjectCall,
-    OfMetrics,
+    OutputCall,
     Read,
     Ref,
     Sized,
@@ -87,7 +89,7 @@ def replay(
     results: list[Any] = []
 
     def real(said: Any) -> Any:
-        return mapped(mapped(said, STAND_INS, one), OfMetrics, _of_metrics)
+        return mapped(mapped(said, STAND_INS, one), Applied, _of_metrics)
 
     def one(said: Any) -> Any:
         match said:
@@ -113,13 +115,13 @@ def replay(
     return real(record.returned)
 
 
-def _of_metrics(said: OfMetrics) -> Any:
+def _of_metrics(said: Applied) -> Any:
     """Compute with results of metrics.
 
     Raises:
         PipelineError: if that cannot be done with them.
     """
-    args, kwargs = mapped((said.args, said.kwargs), OfMetrics, _of_metrics)
+    args, kwargs = mapped((said.args, said.kwargs), Applied, _of_metrics)
     try:
         return said.function(*args, **kwargs)
     except Exception as error:  # whatever a function of the step's choice may raise
@@ -138,6 +140,10 @@ def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> 
             return None
         case MetricCall(path, method, args, kwargs):
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
+        case OutputCall(path, method, (args, conditions), kwargs):
+            if module.trainer.is_global_zero and all(bool(asked) is answer for asked, answer in real(conditions)):
+                make_output(path, method, real(args), real(kwargs), module=module)
+            return None
         case LoggerCall(path, method, args, kwargs):
             number, *attributes = path.split(".")
             if attributes and not module.trainer.is_global_zero:  # who has no experiment

@@ -1,0 +1,48 @@
+"""Tensors as a step prints them: their content at that time, and what their texts say of autograd."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_pipe.capture.torch_private import with_node, without_overrides
+
+MOST_PRINTED = 1 << 16  # numbers of a tensor that are fetched to be printed; a text shows a thousand
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return what the text of a tensor says of autograd: its node, "parameter", "leaf", or "" for nothing."""
+    with without_overrides():
+        node = tensor.grad_fn
+        is_leaf = tensor.requires_grad
+    if node is not None:
+        return type(node).__name__
+    return "parameter" if isinstance(tensor, nn.Parameter) else "leaf" if is_leaf else ""
+
+
+def as_printed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return a tensor whose text says this of autograd."""
+    if kind == "parameter":
+        return nn.Parameter(tensor)
+    if kind == "leaf":
+        return tensor.detach().requires_grad_()
+    return with_node(tensor, kind)
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """Stand for a tensor that is not fetched from its stage to be printed: its text says its shape."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __repr__(self) -> str:
+        return f"tensor(<too large to be fetched for its text>, shape={self.shape}, dtype={self.dtype})"
+
+
+def is_too_large(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is not fetched to be printed."""
+    return int(math.prod(tensor.shape)) > MOST_PRINTED
