@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_pipe.capture.graphs.sizes_read import sizes_in_texts
 from lightning_pipe.capture.kept_graphs import KeptGraph
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import same
+from lightning_pipe.capture.python.step_identity import text_of
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.hazards import (
@@ -347,6 +349,9 @@ def compare_recordings(first: StepRecording, second: StepRecording) -> None:
             raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
         if isinstance(one, LoggerCall) and not _is_plain([one.args, one.kwargs]):
             raise hazard(f"it gives {one.name}() what is neither a tensor nor a number or text", one.line)
+    for one, two in zip_longest(first.outputs, second.outputs):
+        if one is None or two is None or text_of(one) != text_of(two):
+            raise hazard("it prints something else from call to call", next(filter(None, (one, two))).line)
     if len(first.calls) != len(second.calls):
         raise hazard("it logs something else from call to call", max(first.calls, second.calls, key=len)[-1].line)
 

@@ -43,6 +43,22 @@ class TooLarge:
         return f"tensor(<too large to be fetched for its text>, shape={self.shape}, dtype={self.dtype})"
 
 
+class Elsewhere:
+    """Stand for a value that another stage has, in output that was not there when the step was traced."""
+
+    def __repr__(self) -> str:
+        return "<a value of another stage>"
+
+    def _unknown(self, *_: object) -> Elsewhere:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _unknown
+    __round__ = __getitem__ = _unknown
+
+    def __format__(self, form: str) -> str:
+        return repr(self)
+
+
 def is_too_large(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is not fetched to be printed."""
     return int(math.prod(tensor.shape)) > MOST_PRINTED

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_pipe.capture.output.late_texts import UNKNOWN_TEXT, LateText, LateTexts, joined, late_texts
 from lightning_pipe.capture.output.output_functions import output_noted
-from lightning_pipe.capture.output.printed_tensors import TooLarge
+from lightning_pipe.capture.output.printed_tensors import Elsewhere, TooLarge
 from lightning_pipe.capture.python.users_code import is_users
 from lightning_pipe.capture.steps.hazards import TracedNumber, hazard, printed, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, MetricResult, is_result, value_of_call
@@ -42,8 +42,9 @@ from lightning_pipe.capture.steps.record import (
     Read,
     Ref,
 )
-from lightning_pipe.capture.steps.trees import can_be_told, leaves_mapped, mapped
+from lightning_pipe.capture.steps.trees import can_be_told, found_in, leaves_mapped, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
+from lightning_pipe.capture.torch_private import FakeTensor, version_of
 from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection, items_of
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
@@ -69,6 +70,10 @@ class StepRecording:
         called: numbers of the units that it has called, where somebody notes that.
         unlike: what units of micro-batches were given that is not what the batch gives them; "" if nothing.
         loss: of the whole batch, where a head has made it.
+        outputs: calls of output functions, in their order.
+        position: says where the step is (`OutputCall`).
+        is_play: whether the step runs on real tensors, and on fake ones in the place of those of other stages.
+        printed_tensors: by the references of what was printed, the tensors and how often they had been written to.
     """
 
     calls: list[LogCall | ObjectCall] = field(default_factory=list)
@@ -82,6 +87,10 @@ class StepRecording:
     called: tuple[int, ...] = ()
     unlike: str = ""
     loss: torch.Tensor | None = None
+    outputs: list[OutputCall] = field(default_factory=list)
+    position: Callable[[], int] = int
+    is_play: bool = False
+    printed_tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
@@ -148,15 +157,23 @@ class StepRecording:
 
         def one(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor) and not is_result(leaf):
-                return self.lift(printed(leaf))
+                return self._printed_tensor(leaf)
             if is_result(leaf) or isinstance(leaf, (MarkedText, *_NUMBERS)):
                 return self.lift(leaf)
-            if isinstance(leaf, (*STAND_INS, *_PLAIN, type, TooLarge)) and not isinstance(leaf, str):
+            if isinstance(leaf, (*STAND_INS, *_PLAIN, type, TooLarge, Elsewhere)) and not isinstance(leaf, str):
                 return leaf
             parts = [self._late(part) for part in texts.parts(str(leaf))]
             return "".join(parts) if all(isinstance(part, str) for part in parts) else Applied(joined, tuple(parts))
 
         return leaves_mapped(value, one)
+
+    def _printed_tensor(self, tensor: torch.Tensor) -> Any:
+        if self.is_play and isinstance(tensor, FakeTensor):
+            return Elsewhere()
+        said = self.lift(printed(tensor))
+        if self.is_play:
+            self.printed_tensors |= {ref.name: (tensor, version_of(tensor)) for ref in found_in(said, Ref)}
+        return said
 
     def _late(self, part: str | LateText) -> Any:
         if isinstance(part, str):
@@ -384,7 +401,8 @@ class _Caller:
     def output(self, path: str, method: str, *args: Any, **kwargs: Any) -> None:
         asked = self._texts.conditions(sys._getframe(1))
         said, conditions, named = (self._recording.printed(one, self._texts) for one in (args, asked, kwargs))
-        self._recording.calls.append(OutputCall(path, method, (said, conditions), named, user_line()))
+        line, position = user_line(), self._recording.position()
+        self._recording.outputs.append(OutputCall(path, method, (said, conditions), named, line, position))
 
     def _log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         options = dict(zip(_OPTIONS, args, strict=False)) | kwargs

@@ -8,7 +8,7 @@ values combined over micro-batches and replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -161,7 +161,16 @@ class OutputCall(ObjectCall):
 
     `args` are its positional arguments, and the conditions under which it is made: pairs of what was asked and the
     answer.
+
+    Attributes:
+        position: between units of a replayed step, an even number, or inside of one, an odd number.
     """
+
+    position: int = 0
+
+    def mapped(self, function: Callable[[Any], Any]) -> OutputCall:
+        """Return the call with what a function makes of its arguments."""
+        return replace(self, args=function(self.args), kwargs=function(self.kwargs))
 
     @property
     def name(self) -> str:
@@ -189,6 +198,7 @@ class StepRecord:
         returned: the returned value as a tree with tensors replaced by `Ref`.
         guards: answers to be checked at run time.
         kept: what it leaves on the module.
+        outputs: calls of output functions, in their order.
     """
 
     calls: tuple[LogCall | ObjectCall, ...]
@@ -196,3 +206,4 @@ class StepRecord:
     returned: Any
     guards: tuple[AnswerGuard, ...]
     kept: tuple[KeptState, ...] = ()
+    outputs: tuple[OutputCall, ...] = ()

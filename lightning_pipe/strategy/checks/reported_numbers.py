@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pipe.capture.steps.record import Computed, LogCall, ObjectCall, OutputCall, Read, Ref, Sized
+from lightning_pipe.capture.steps.record import Computed, LogCall, ObjectCall, Read, Ref, Sized
 from lightning_pipe.capture.steps.trees import found_in
 
 
@@ -24,8 +24,6 @@ def reported_numbers(
     """
     places: list[tuple[str, Any]] = [("the returned value", returned)]
     for call in calls:
-        if isinstance(call, OutputCall):
-            continue
         if isinstance(call, LogCall):
             places.append((f"the logged {call.name!r}", call.value))
         else:

@@ -41,7 +41,7 @@ from lightning_pipe.capture.steps.record import (
 from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.steps.kept_state import keep_state
 
@@ -54,6 +54,7 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [guard.ref for guard in record.guards],
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
         [kept.value for kept in record.kept],
+        [(call.args, call.kwargs) for call in record.outputs],
     ]
     return tuple({**found, **dict.fromkeys(one.name for one in found_in(said, (Ref, Read)))})
 
@@ -110,6 +111,9 @@ def replay(
 
     for call in record.calls:
         results.append(_make(call, real, module))
+    if module.trainer.is_global_zero:
+        for call in record.outputs:
+            _output(call, real, module)
     for kept in record.kept:
         keep_state(kept, real(kept.value), module)
     return real(record.returned)
@@ -140,10 +144,6 @@ def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> 
             return None
         case MetricCall(path, method, args, kwargs):
             return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
-        case OutputCall(path, method, (args, conditions), kwargs):
-            if module.trainer.is_global_zero and all(bool(asked) is answer for asked, answer in real(conditions)):
-                make_output(path, method, real(args), real(kwargs), module=module)
-            return None
         case LoggerCall(path, method, args, kwargs):
             number, *attributes = path.split(".")
             if attributes and not module.trainer.is_global_zero:  # who has no experiment
@@ -151,6 +151,18 @@ def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> 
             logger: Any = reduce(getattr, attributes, module.trainer.loggers[int(number)])
             return getattr(logger, method)(*real(args), **real(kwargs))
     raise AssertionError(f"{call} is of no known kind")
+
+
+def _output(call: OutputCall, real: Any, module: pl.LightningModule) -> None:
+    """Make a call of an output function, if its conditions hold; training does not depend on it."""
+    try:
+        args, conditions = call.args
+        if all(bool(asked) is answer for asked, answer in real(conditions)):
+            make_output(call.path, call.method, real(args), real(call.kwargs), module=module)
+    except Warning:  # that is to be an error
+        raise
+    except Exception as error:  # whatever a text of the step's choice may raise
+        rank_zero_warn(f"{call.name}() at {call.line} has failed: {type(error).__name__}: {error}")
 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:

@@ -1,0 +1,135 @@
+"""Output of a replayed step: once per batch, of the output of its micro-batches.
+
+A head, and a batch that is not cut, output what the batch does. Of micro-batches is known
+
+    tensors with rows of samples          joined, in the order of samples
+    numbers in proportion to samples      added
+    the loss                              the batch's
+    what is equal for all of them         as it is, if runs with other numbers of samples had it, too
+
+What is left has no value of the batch, and is not shown.
+
+Legend: a piece is the output of one play at one place of the code.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_pipe.capture.recording.units import OutputRules
+from lightning_pipe.capture.replayed.head_words import Words, head_words
+from lightning_pipe.capture.replayed.replay_values import LOSS
+from lightning_pipe.capture.steps.call_recording import StepRecording
+from lightning_pipe.capture.steps.numbers import Place, is_number, keyed_outputs
+from lightning_pipe.capture.steps.record import STAND_INS, OutputCall, Ref
+from lightning_pipe.capture.steps.trees import branches, mapped, rebuilt
+
+_Piece: TypeAlias = tuple[StepRecording, OutputCall]
+
+
+class _Unknown(Exception):
+    """Nothing tells what micro-batches make of the batch."""
+
+
+def merged_outputs(
+    words: Sequence[Words], rules: OutputRules, device: torch.device
+) -> tuple[tuple[OutputCall, ...], dict[str, torch.Tensor], tuple[str, ...]]:
+    """Return the output of a batch, the values that it refers to, and the lines whose output is not known.
+
+    Args:
+        words: of all plays, in the order of samples.
+        rules: what is known of the output.
+        device: where values are wanted.
+    """
+    headed = head_words(words)
+    plays = words if headed is None else headed.plays
+    heads = [] if headed is None else [headed.head[-1]]
+    pieces: dict[Place, list[_Piece]] = defaultdict(list)
+    for recording in heads:
+        for key, call in keyed_outputs(recording.outputs).items():
+            pieces[key].append((recording, call))
+    known = {*pieces}
+    for *_, recording in plays:
+        for key, call in keyed_outputs(recording.outputs).items():
+            if key not in known and (headed is None or call.position % 2):
+                pieces[key].append((recording, call))
+    merger = _Merger(rules, device)
+    made: list[OutputCall] = []
+    unknown: dict[str, None] = {}
+    for key, ones in pieces.items():
+        speaking = 1 if key in known else sum(_may_say(recording, ones[0][1]) for *_, recording in plays)
+        try:
+            if len(ones) < speaking:
+                raise _Unknown
+            made.append(merger.call(key, ones))
+        except _Unknown:
+            unknown[f"{ones[0][1].name}() at {ones[0][1].line}"] = None
+    return tuple(sorted(made, key=lambda call: call.position)), merger.values, tuple(unknown)
+
+
+def _may_say(recording: StepRecording, call: OutputCall) -> bool:
+    """Return whether a play comes to where a call is made, and so would have made it, too."""
+    return recording.is_whole or (any(one.position % 2 for one in recording.outputs) and call.position % 2 == 1)
+
+
+class _Merger:
+    def __init__(self, rules: OutputRules, device: torch.device) -> None:
+        self._rules, self._device = rules, device
+        self.values: dict[str, torch.Tensor] = {}
+
+    def call(self, key: Place, pieces: Sequence[_Piece]) -> OutputCall:
+        """Return one call of all pieces.
+
+        Raises:
+            _Unknown: if it is not known.
+        """
+        recordings = [recording for recording, _ in pieces]
+        args, kwargs = self._value([(call.args, call.kwargs) for _, call in pieces], recordings, key)
+        first = pieces[0][1]
+        return OutputCall(first.path, first.method, args, kwargs, first.line, first.position)
+
+    def _value(self, said: Sequence[Any], recordings: Sequence[StepRecording], place: Place) -> Any:
+        first = said[0]
+        if isinstance(first, Ref):
+            return self._tensor(said, recordings, place)
+        if len(said) == 1 and not isinstance(first, STAND_INS):
+            return mapped(first, Ref, lambda ref: self._tensor([ref], recordings, place))
+        if (inside := branches(first)) is not None:
+            each = [branches(one) or {} for one in said]
+            if any(one.keys() != inside.keys() for one in each):
+                raise _Unknown
+            items = {k: self._value([one[k] for one in each], recordings, (*place, str(k))) for k in inside}
+            return rebuilt(first, items)
+        if is_number(first) and place in self._rules.proportional:
+            return sum(said)
+        if any(one is not first and one != first for one in said):
+            raise _Unknown
+        is_text_alone = isinstance(first, str) and not any(map(str.isdigit, first))
+        if isinstance(first, str | int | float) and not (
+            place in self._rules.same or is_text_alone or len(said) == 1 or isinstance(first, bool)
+        ):
+            raise _Unknown
+        return first
+
+    def _tensor(self, said: Sequence[Any], recordings: Sequence[StepRecording], place: Place) -> Ref:
+        if any(ref.name == LOSS for ref in said):
+            return Ref(LOSS)
+        tensors = [recording.results[int(ref.name)] for recording, ref in zip(recordings, said, strict=True)]
+        dim = self._rules.rows.get(place)
+        first = tensors[0]
+        if len(tensors) > 1 and dim is not None:
+            first = torch.cat(tensors, dim=dim)
+        elif any(one.shape != first.shape or not torch.equal(one, first) for one in tensors):
+            raise _Unknown
+        name = f"output{len(self.values)}"
+        self.values[name] = first.to(self._device)
+        return Ref(name, said[0].is_array)
+
+
+def inside_units(recording: StepRecording) -> list[OutputCall]:
+    """Return what sub-modules have output, and not what is between them."""
+    return [call for call in recording.outputs if call.position % 2]
