@@ -55,7 +55,7 @@ def condition_at(frame: types.FrameType | None) -> Condition | None:
     """Return the condition of output that code of a frame asks for; None if it asks for anything else."""
     while frame is not None and is_between(frame.f_code.co_filename):
         frame = frame.f_back
-    place = None if frame is None or sys.version_info < (3, 11) else _places(frame.f_code).get(frame.f_lasti)
+    place = None if frame is None else _places(frame.f_code).get(frame.f_lasti)
     if frame is None or place is None or (tree := parsed_file(frame)) is None:
         return None
     for statement, scope in statements_at(tree, *place[:2]):
@@ -84,11 +84,12 @@ def conditions_around(frame: types.FrameType | None, asked: list[tuple[Condition
 def _places(code: types.CodeType) -> Mapping[int, tuple[int, ...]]:
     """Return where instructions that ask compare, or whose truth they ask for: by their offsets, lines and columns."""
     places: dict[int, tuple[int, ...]] = {}
-    for value, asking in itertools.pairwise(dis.get_instructions(code)):
-        of = asking if asking.opname == "COMPARE_OP" else value
-        if asking.opname.startswith(_ASKING) and of.positions is not None:
-            line, end_line, column, end_column = (-1 if number is None else number for number in of.positions)
-            places[asking.offset] = (line, column, end_line, end_column)
+    if sys.version_info >= (3, 11):  # before, Python does not keep columns
+        for value, asking in itertools.pairwise(dis.get_instructions(code)):
+            of = asking if asking.opname == "COMPARE_OP" else value
+            if asking.opname.startswith(_ASKING) and of.positions is not None:
+                line, end_line, column, end_column = (-1 if number is None else number for number in of.positions)
+                places[asking.offset] = (line, column, end_line, end_column)
     return places
 
 

@@ -142,7 +142,7 @@ def rows_said(sizes: Sequence[Mapping[Place, tuple[int, ...]]], counts: Sequence
     rows: dict[Place, int] = {}
     for place, shape in sizes[0].items():
         for dim, size in enumerate(shape):
-            expected = [(*shape[:dim], size * count // counts[0], *shape[dim + 1 :]) for count in counts]
+            expected = [(*shape[:dim], size * count / counts[0], *shape[dim + 1 :]) for count in counts]
             if size and [run.get(place) for run in sizes] == expected:
                 rows[place] = dim
                 break
@@ -171,7 +171,8 @@ def keyed_outputs(outputs: Sequence[OutputCall]) -> dict[Place, OutputCall]:
     calls: dict[Place, OutputCall] = {}
     for call in outputs:
         what: Place = ("output", call.name, call.line)
-        calls[(*what, str(counts[what]))] = call
+        key = (*what, str(counts[what]))
+        calls[key] = call
         counts[what] += 1
     return calls
 
