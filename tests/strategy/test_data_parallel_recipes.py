@@ -161,9 +161,7 @@ class LogsOnFirstRank(Recipe):
 def fit_that_logs_on_first_rank(stops_by: str, options: dict[str, Any] | None) -> list[float]:
     losses = Losses()
     stopping = EarlyStopping(stops_by, mode="max" if stops_by == "validation" else "min", patience=2)
-    trainer = make_trainer(
-        "auto" if options is None else dapple(**options), max_epochs=8, callbacks=[losses, stopping]
-    )
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=8, callbacks=[losses, stopping])
     trainer.fit(LogsOnFirstRank())
     return losses.losses
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_pipe.capture.output.said_conditions import Condition, condition_at, conditions_around
+from lightning_pipe.capture.output.said_texts import use_of_text
 
 UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
 _END = "\u2060"
@@ -93,6 +95,13 @@ def assumed_answer(frame: FrameType | None, question: Callable[[], Any]) -> bool
     """
     texts, condition = _CURRENT.get(), condition_at(frame)
     return None if texts is _NONE or condition is None else texts.assumed(condition, question())
+
+
+def said_text(value: Any, form: Callable[..., str], *args: str) -> str | None:
+    """Return the mark of a text that the step outputs, and does nothing else with; None for any other."""
+    if _CURRENT.get() is _NONE or use_of_text(sys._getframe(1)) != "said":
+        return None
+    return late_text(value, form, *args)
 
 
 @contextlib.contextmanager

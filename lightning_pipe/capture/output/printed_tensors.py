@@ -13,17 +13,23 @@ from lightning_pipe.capture.torch_private import with_node, without_overrides
 MOST_PRINTED = 1 << 16  # numbers of a tensor that are fetched to be printed; a text shows a thousand
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Return what the text of a tensor says of autograd: its node, "parameter", "leaf", or "" for nothing."""
+class GradientKind(str):
+    """What the text of a tensor says of autograd: its node, "parameter", "leaf", or "" for nothing."""
+
+    __slots__ = ()
+
+
+def kind_of(tensor: torch.Tensor) -> GradientKind:
+    """Return what the text of a tensor says of autograd."""
     with without_overrides():
         node = tensor.grad_fn
         is_leaf = tensor.requires_grad
     if node is not None:
-        return type(node).__name__
-    return "parameter" if isinstance(tensor, nn.Parameter) else "leaf" if is_leaf else ""
+        return GradientKind(type(node).__name__)
+    return GradientKind("parameter" if isinstance(tensor, nn.Parameter) else "leaf" if is_leaf else "")
 
 
-def as_printed(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+def as_printed(tensor: torch.Tensor, kind: GradientKind) -> torch.Tensor:
     """Return a tensor whose text says this of autograd."""
     if kind == "parameter":
         return nn.Parameter(tensor)

@@ -14,14 +14,16 @@ Legend: a piece is the output of one play at one place of the code.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
+from lightning_pipe.capture.output.printed_tensors import GradientKind
 from lightning_pipe.capture.recording.units import OutputRules
-from lightning_pipe.capture.replayed.head_words import Words, head_words
+from lightning_pipe.capture.replayed.head_words import HeadWords, Words, head_words
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.numbers import Place, is_number, keyed_outputs
@@ -47,33 +49,34 @@ def merged_outputs(
     """
     headed = head_words(words)
     plays = words if headed is None else headed.plays
-    heads = [] if headed is None else [headed.head[-1]]
+    total = sum(count for *_, count, one in plays if one.is_whole) if headed is None else headed.head[2]
+    said = [] if headed is None else [headed.head]
+    said += [(*play, replace(one, outputs=_heard(one, headed))) for *play, one in plays]
     pieces: dict[Place, list[_Piece]] = defaultdict(list)
-    for recording in heads:
+    samples: Counter[Place] = Counter()
+    for *_, count, recording in said:
         for key, call in keyed_outputs(recording.outputs).items():
             pieces[key].append((recording, call))
-    known = {*pieces}
-    for *_, recording in plays:
-        for key, call in keyed_outputs(recording.outputs).items():
-            if key not in known and (headed is None or call.position % 2):
-                pieces[key].append((recording, call))
+            samples[key] += count
     merger = _Merger(rules, device)
     made: list[OutputCall] = []
     unknown: dict[str, None] = {}
-    for key, ones in pieces.items():
-        speaking = 1 if key in known else sum(_may_say(recording, ones[0][1]) for *_, recording in plays)
+    for key, calls in pieces.items():
         try:
-            if len(ones) < speaking:
+            if samples[key] != total:
                 raise _Unknown
-            made.append(merger.call(key, ones))
+            made.append(merger.call(key, calls))
         except _Unknown:
-            unknown[f"{ones[0][1].name}() at {ones[0][1].line}"] = None
+            unknown[f"{calls[0][1].name}() at {calls[0][1].line}"] = None
     return tuple(sorted(made, key=lambda call: call.position)), merger.values, tuple(unknown)
 
 
-def _may_say(recording: StepRecording, call: OutputCall) -> bool:
-    """Return whether a play comes to where a call is made, and so would have made it, too."""
-    return recording.is_whole or (any(one.position % 2 for one in recording.outputs) and call.position % 2 == 1)
+def _heard(play: StepRecording, headed: HeadWords | None) -> list[OutputCall]:
+    """Return the output of a play that is that of its samples; where there is a head, of units that it has not run."""
+    if headed is None:
+        return play.outputs
+    by_head = {call.position for call in headed.head[-1].outputs}
+    return [call for call in inside_units(play) if call.position not in by_head]
 
 
 class _Merger:
@@ -106,6 +109,8 @@ class _Merger:
             return rebuilt(first, items)
         if is_number(first) and place in self._rules.proportional:
             return sum(said)
+        if isinstance(first, GradientKind):
+            return first
         if any(one is not first and one != first for one in said):
             raise _Unknown
         is_text_alone = isinstance(first, str) and not any(map(str.isdigit, first))

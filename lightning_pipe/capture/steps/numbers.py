@@ -166,11 +166,11 @@ def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]
 
 
 def keyed_outputs(outputs: Sequence[OutputCall]) -> dict[Place, OutputCall]:
-    """Return calls of output functions by what tells them apart in every run: function, line and occurrence."""
+    """Return calls of output functions by what tells them apart in every run: function, line, unit and occurrence."""
     counts: Counter[Place] = Counter()
     calls: dict[Place, OutputCall] = {}
     for call in outputs:
-        what: Place = ("output", call.name, call.line)
+        what: Place = ("output", call.name, call.line, str(call.position))
         key = (*what, str(counts[what]))
         calls[key] = call
         counts[what] += 1

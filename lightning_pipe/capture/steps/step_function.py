@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lightning_pipe.capture.output.late_texts import assumed_answer, late_text
+from lightning_pipe.capture.output.late_texts import assumed_answer, said_text
 from lightning_pipe.capture.output.said_texts import use_of_text
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
@@ -344,7 +344,7 @@ class _OutputOfNumbers:
     """Tracked numbers that a step only outputs: in texts, and in conditions of output."""
 
     def text(self, number: Any, form: Callable[..., str], *args: str) -> str | None:
-        return late_text(number, form, *args) if use_of_text(sys._getframe(1)) == "said" else None
+        return said_text(number, form, *args)
 
     def answer(self, expression: Any) -> bool | None:
         return assumed_answer(sys._getframe(1), lambda: Computed(expression))
