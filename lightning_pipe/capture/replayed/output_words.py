@@ -51,7 +51,7 @@ def merged_outputs(
     plays = words if headed is None else headed.plays
     total = sum(count for *_, count, one in plays if one.is_whole) if headed is None else headed.head[2]
     said = [] if headed is None else [headed.head]
-    said += [(*play, replace(one, outputs=_heard(one, headed))) for *play, one in plays]
+    said += [(m, begin, count, replace(one, outputs=_heard(one, headed))) for m, begin, count, one in plays]
     pieces: dict[Place, list[_Piece]] = defaultdict(list)
     samples: Counter[Place] = Counter()
     for *_, count, recording in said:
