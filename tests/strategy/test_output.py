@@ -115,10 +115,8 @@ def output(name: str, options: dict[str, Any] | None, functions: tuple[str, ...]
 
 def lines(text: str) -> list[str]:
     """Return the lines of a step, with fewer digits than rounding leaves."""
-    words = (
-        "train|val|test|predict|loss|percent|logged|.*warned|informed|tqdm|written|text|even|low"
+    words = "train|val|test|predict|loss|percent|logged|.*warned|informed|tqdm|written|text|even|low"
     words += "|before|inside|after"
-    )
     found = re.findall(rf"^(?:{words})\b.*(?:\n  .*)*", text, flags=re.MULTILINE)
     return [re.sub(r"(\.\d{6})\d+", r"\1", line) for line in found]
 
