@@ -20,7 +20,7 @@ from lightning_pipe.capture.capture import Capture
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
-from lightning_pipe.capture.recording.units import Head
+from lightning_pipe.capture.recording.units import Head, OutputRules
 from lightning_pipe.capture.slicing.results import LateValue
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import StepRecord
@@ -42,6 +42,11 @@ class Plays(Protocol):
     @property
     def proportional(self) -> frozenset[tuple[str, ...]]:
         """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
+        ...
+
+    @property
+    def output(self) -> OutputRules:
+        """Return what is known of what the step outputs."""
         ...
 
     @property

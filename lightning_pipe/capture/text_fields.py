@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
 
+from lightning_pipe.capture.output.late_texts import said_text
 from lightning_pipe.capture.steps.batch import LeafSlot
 
 
@@ -66,7 +67,20 @@ def _telling(name: str) -> Any:
     return method
 
 
-_LOOKS = "eq ne lt le gt ge hash str repr format len iter getitem contains add mul rmul mod"
+def _saying(form: Any) -> Any:
+    """Return what a text gives where it is only output: a mark that stands for the text of the batch at hand."""
+    look = _telling(f"__{form.__name__}__")
+
+    def method(self: MarkedText, *arguments: str) -> Any:
+        late = said_text(self, form, *arguments)
+        return look(self, *arguments) if late is None else late
+
+    return method
+
+
+for _form in (str, repr, format):
+    setattr(MarkedText, f"__{_form.__name__}__", _saying(_form))
+_LOOKS = "eq ne lt le gt ge hash len iter getitem contains add mul rmul mod"
 for _name in _LOOKS.split():
     setattr(MarkedText, f"__{_name}__", _telling(f"__{_name}__"))
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.capture.python import said_texts
+from lightning_pipe.capture.output import said_texts
 from lightning_pipe.errors import CaptureError
 from strategy.fits import Losses, dapple, make_trainer
 

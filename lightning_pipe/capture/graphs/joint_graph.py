@@ -385,4 +385,5 @@ def _record(step: StepFunction, loss: str | None, results: tuple[str, ...]) -> S
         AnswerGuard(Ref(results[from_guards + i]), answer, line) for i, (_, answer, line) in enumerate(observer.guards)
     )
     kept = tuple(replace(one, value=name(one.value)) for one in recording.kept)
-    return StepRecord(tuple(calls), loss, name(recording.returned), guards, kept)
+    outputs = tuple(one.mapped(name) for one in recording.outputs)
+    return StepRecord(tuple(calls), loss, name(recording.returned), guards, kept, outputs)

@@ -82,7 +82,7 @@ class KeptTraces:
         identity.note_code(step.reads.codes)
         identity.note_calls(step.observers[-1].calls)
         recording = step.recordings[-1]
-        identity.note(recording.calls, recording.returned, recording.kept, step.has_loss)
+        identity.note(recording.calls, recording.outputs, recording.returned, recording.kept, step.has_loss)
         if identity.refusal:
             log.debug("The graph of %s is not kept: %s.", step.method, identity.refusal)
             return

@@ -147,4 +147,5 @@ def _record_at(record: StepRecord, sizes: Mapping[sympy.Symbol, sympy.Integer]) 
         for one in record.calls
     ]
     kept = tuple(replace(one, value=at(one.value)) for one in record.kept)
-    return replace(record, calls=tuple(calls), returned=at(record.returned), kept=kept)
+    outputs = tuple(one.mapped(at) for one in record.outputs)
+    return replace(record, calls=tuple(calls), returned=at(record.returned), kept=kept, outputs=outputs)

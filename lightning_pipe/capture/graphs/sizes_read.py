@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 
-from lightning_pipe.capture.python.said_texts import use_of_text
+from lightning_pipe.capture.output.late_texts import late_text
+from lightning_pipe.capture.output.said_texts import use_of_text
 from lightning_pipe.capture.steps.hazards import SizeDependentError, at, user_line
 
 
@@ -18,18 +19,21 @@ from lightning_pipe.capture.steps.hazards import SizeDependentError, at, user_li
 def sizes_in_texts() -> Iterator[None]:
     """Let the step say sizes; a step that does more with the text of one holds for that size."""
 
-    def text(usual: Callable[[Any], str]) -> Callable[[Any], str]:
-        def of(number: Any) -> str:
+    def text(usual: Callable[..., str]) -> Callable[..., str]:
+        def of(number: Any, *form: str) -> str:
             use = use_of_text(sys._getframe(1))
             if use == "used":
                 raise SizeDependentError(
                     f"The step makes a text of a size, and does more than print it{at(user_line(2))}."
                 )
-            return usual(number) if use == "internal" else str(number.node.hint)
+            if use == "internal":
+                return usual(number, *form)
+            return late_text(number, format if form else repr, *form)
 
         return of
 
     with contextlib.ExitStack() as stack:
         for kind in (torch.SymInt, torch.SymFloat):
-            stack.enter_context(mock.patch.object(kind, "__repr__", text(kind.__repr__)))
+            for name in ("__repr__", "__format__"):
+                stack.enter_context(mock.patch.object(kind, name, text(getattr(kind, name))))
         yield

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from lightning_pipe.capture.steps.hazards import (
 )
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
-from lightning_pipe.capture.steps.record import STAND_INS, LogCall, LoggerCall, ObjectCall
+from lightning_pipe.capture.steps.record import STAND_INS, LogCall, LoggerCall, ObjectCall, OutputCall
 from lightning_pipe.capture.steps.step_function import StepFunction
 from lightning_pipe.capture.steps.step_state import warn_of_checkpointed
 from lightning_pipe.capture.steps.trees import branches, found_in
@@ -347,8 +348,20 @@ def compare_recordings(first: StepRecording, second: StepRecording) -> None:
             raise hazard(f"it logs a Python number that changes from call to call ({one.name!r})", one.line)
         if isinstance(one, LoggerCall) and not _is_plain([one.args, one.kwargs]):
             raise hazard(f"it gives {one.name}() what is neither a tensor nor a number or text", one.line)
+    for one, two in zip_longest(first.outputs, second.outputs):
+        if one is None or two is None or _prints_another(one, two):
+            raise hazard("it prints something else from call to call", next(filter(None, (one, two))).line)
     if len(first.calls) != len(second.calls):
         raise hazard("it logs something else from call to call", max(first.calls, second.calls, key=len)[-1].line)
+
+
+def _prints_another(one: OutputCall, two: OutputCall) -> bool:
+    """Return whether two calls print other texts, or plain numbers; sizes may be symbols in one, and numbers in two."""
+    leaves, others = ([*found_in((o.args, o.kwargs), (*STAND_INS, *_NUMBERS, str))] for o in (one, two))
+    if one.name != two.name:
+        return True
+    pairs = zip(leaves, others, strict=False) if len(leaves) == len(others) else ()
+    return any(not isinstance(a, STAND_INS) and type(a) is type(b) and not same(a, b) for a, b in pairs)
 
 
 def _is_plain(value: Any) -> bool:

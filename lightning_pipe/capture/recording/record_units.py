@@ -6,7 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_pipe.capture.steps.backward_hooks import tensor_hooks_in_units
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import noticing_seeding, restored_generators
 from lightning_pipe.capture.steps.metric_result import with_loss
-from lightning_pipe.capture.steps.numbers import Place, numbers_said, sizes_said
+from lightning_pipe.capture.steps.numbers import Place, numbers_said, output_leaves, sizes_said
 from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
 from lightning_pipe.capture.steps.record import KeptState as LeftBehind
 from lightning_pipe.capture.steps.step_function import loss_of
@@ -61,6 +61,8 @@ class Run:
         backward_s: seconds of the whole backward.
         numbers: that it has returned and logged.
         sizes: of the tensors and lists that it has returned and logged.
+        outputs: what it has output, and the shapes of tensors there.
+        outputting: units that have output something.
         repeatable: units that return the same when they are called again after the step.
         first_draw: how many units had begun when glue drew random numbers first; None if it has not.
         checkpointed: state that checkpointed regions around units change, as the user would write it.
@@ -86,6 +88,8 @@ class Run:
     seeds: bool
     numbers: Mapping[Place, float]
     sizes: Mapping[Place, tuple[int, ...]]
+    outputs: Mapping[Place, Any] = field(default_factory=dict)
+    outputting: frozenset[int] = frozenset()
     repeatable: frozenset[int] = frozenset()
     first_draw: int | None = None
     checkpointed: tuple[str, ...] = ()
@@ -199,6 +203,8 @@ class UnitRecorder:
             seeds=play.seeds,
             numbers=numbers_said(play.output, play.recording.calls),
             sizes=sizes_said(play.output, play.recording.calls, play.recording.results),
+            outputs=output_leaves(play.recording.outputs, play.recording.results),
+            outputting=frozenset(call.position // 2 for call in play.recording.outputs if call.position % 2),
             first_draw=follower.first_draw,
             checkpointed=units.checkpointed.names,
         )
@@ -302,6 +308,7 @@ class UnitRecorder:
             follower.made_of.add(leaf, frozenset({("leaf", number)}))
             if self._cut[number]:
                 follower.of_samples.add(leaf, frozenset({("leaf", number)}))
+        recording.position = lambda: 2 * follower.begun - (follower.inside is not None)
         before, reader = generator_states(), EscapeReader(follower)
         try:
             hooks = tensor_hooks_in_units(module, lambda: follower.inside is not None)

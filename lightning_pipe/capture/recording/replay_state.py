@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from lightning_pipe.capture.steps.metric_result import is_result
-from lightning_pipe.capture.steps.record import KeptState, OfMetrics
+from lightning_pipe.capture.steps.record import Applied, KeptState
 
 
 def is_inside(left: KeptState, path: str) -> bool:
@@ -50,7 +50,7 @@ def same_content(one: Any, two: Any) -> bool:
     """Return whether two values have the same content; not-a-number equals itself."""
     if is_result(one) or is_result(two):
         return is_result(one) and is_result(two) and same_content(one.said, two.said)
-    if isinstance(one, OfMetrics) and isinstance(two, OfMetrics):
+    if isinstance(one, Applied) and isinstance(two, Applied):
         return same_content((one.function, one.args, one.kwargs), (two.function, two.args, two.kwargs))
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         same = one.shape == two.shape and one.dtype == two.dtype

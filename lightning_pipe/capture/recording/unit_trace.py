@@ -36,11 +36,11 @@ from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faste
 from lightning_pipe.capture.recording.unit_inputs import GlueTrial, by_microbatch, head_of, without_head
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was, uncut_object
-from lightning_pipe.capture.recording.units import Head, Source, Sources, Unit, UnitOutput, UnitTrace
+from lightning_pipe.capture.recording.units import Head, OutputRules, Source, Sources, Unit, UnitOutput, UnitTrace
 from lightning_pipe.capture.steps.backward_hooks import check_hooked_units, hooked_modules
 from lightning_pipe.capture.steps.hazards import restored_generators
 from lightning_pipe.capture.steps.module_tables import buffers_inside, canonical_names
-from lightning_pipe.capture.steps.numbers import proportional, rows_said
+from lightning_pipe.capture.steps.numbers import is_number, proportional, rows_said
 from lightning_pipe.capture.steps.step_state import warn_of_checkpointed
 from lightning_pipe.errors import CaptureError
 
@@ -281,7 +281,21 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         if run.reductions is not None and is_proven([(o.samples, o.reductions) for o in runs if o.reductions])
         else None,
         keeping=keeping,
+        output=_output_rules(runs),
+        outputting=frozenset[int]().union(*(one.outputting for one in runs)),
     )
+
+
+def _output_rules(runs: Sequence[Run]) -> OutputRules:
+    """Return what runs with different numbers of samples tell of what the step outputs."""
+    counts = [one.samples for one in runs]
+    if len({*counts}) < 2:
+        return OutputRules()
+    first, *others = (one.outputs for one in runs)
+    numbers = [{place: float(one) for place, one in run.outputs.items() if is_number(one)} for run in runs]
+    shapes = [{place: tuple(one) for place, one in run.outputs.items() if isinstance(one, torch.Size)} for run in runs]
+    same = {place for place, one in first.items() if all(other.get(place) == one for other in others)}
+    return OutputRules(frozenset(same), proportional(numbers, counts), rows_said(shapes, counts))
 
 
 def _unread(request: Request, reads: Iterable[Sources]) -> Sources:

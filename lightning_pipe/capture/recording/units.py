@@ -146,6 +146,21 @@ class WrittenPlace:
 
 
 @dataclass(frozen=True)
+class OutputRules:
+    """What runs with different numbers of samples have told about the output of a step, by place.
+
+    Attributes:
+        same: places of texts and numbers that all runs had.
+        proportional: places of numbers in proportion to the samples.
+        rows: dimension of the samples in tensors.
+    """
+
+    same: frozenset[tuple[str, ...]] = frozenset()
+    proportional: frozenset[tuple[str, ...]] = frozenset()
+    rows: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class UnitTrace:
     """A step, seen as units.
 
@@ -178,6 +193,8 @@ class UnitTrace:
             where micro-batches say it.
         mixing: paths of the units that mix samples: they return something else for parts of a batch than for all.
         headless: why there is none for batches that are cut, in words after "since"; "" if there is.
+        output: what is known of its output.
+        outputting: units that output something.
     """
 
     units: tuple[Unit, ...]
@@ -203,3 +220,5 @@ class UnitTrace:
     head: Head = ""
     headless: str = ""
     mixing: tuple[str, ...] = ()
+    output: OutputRules = field(default_factory=OutputRules)
+    outputting: frozenset[int] = frozenset()

@@ -27,7 +27,7 @@ from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.state_slots import shared_slots
 from lightning_pipe.capture.recording.unit_loss import unlike_law
-from lightning_pipe.capture.recording.units import Head, UnitTrace
+from lightning_pipe.capture.recording.units import Head, OutputRules, UnitTrace
 from lightning_pipe.capture.replayed.module_scope import TrainedParameters
 from lightning_pipe.capture.replayed.replay_graph import bytes_of, graph_of_units
 from lightning_pipe.capture.replayed.replay_needs import readers_of, uncuttable
@@ -131,6 +131,11 @@ class Replay:
     def proportional(self) -> frozenset[tuple[str, ...]]:
         """Return the places of the numbers that the step returns or logs, and that are in proportion to the samples."""
         return self.trace.proportional
+
+    @property
+    def output(self) -> OutputRules:
+        """Return what is known of what the step outputs."""
+        return self.trace.output
 
     @property
     def mixing(self) -> tuple[str, ...]:

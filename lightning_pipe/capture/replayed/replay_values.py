@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_pipe.capture.steps.batch import Leaf, LeafSlot
 from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.record import LogCall, LoggerCall, ObjectCall, Ref
 from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.capture.torch_private import version_of
 
 LOSS = "loss"  # value name of the loss of a replayed step
 
@@ -54,7 +56,20 @@ def finish(recording: StepRecording, output: Any, loss: torch.Tensor | None) -> 
     arrays = recording.with_arrays
     recording.returned = arrays(recording.lift(output, None if loss is None else original))
     recording.calls = [_with(_naming_loss(call, recording, loss), arrays) for call in recording.calls]
+    recording.outputs = [call.mapped(partial(_naming_printed_loss, recording, loss)) for call in recording.outputs]
     recording.results = [tensor.detach() for tensor in recording.results]
+
+
+def _naming_printed_loss(recording: StepRecording, loss: torch.Tensor | None, said: Any) -> Any:
+    """Return output that says the loss where the loss is printed as the step returns it."""
+
+    def named(ref: Ref) -> Ref:
+        tensor, version = recording.printed_tensors.get(ref.name, (None, 0))
+        is_same = loss is not None and tensor is not None and tensor.data_ptr() == loss.data_ptr()
+        is_loss = is_same and tensor is not None and tensor.numel() == 1 and version_of(tensor) == version
+        return Ref(LOSS) if is_loss else ref
+
+    return mapped(said, Ref, named)
 
 
 def _with(call: LogCall | ObjectCall, function: Callable[[Any], Any]) -> LogCall | ObjectCall:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,7 +27,8 @@ from lightning_pipe.capture.recording.replay_state import speaks
 from lightning_pipe.capture.recording.unit_inputs import Untouched
 from lightning_pipe.capture.recording.unit_loss import reductions
 from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
-from lightning_pipe.capture.replayed.other_stages import OtherStages
+from lightning_pipe.capture.replayed.other_stages import OtherStages, absent_values_printed
+from lightning_pipe.capture.replayed.output_words import inside_units
 from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
@@ -37,7 +39,7 @@ from lightning_pipe.capture.steps.hazards import Answerer
 from lightning_pipe.capture.steps.metric_result import with_loss
 from lightning_pipe.capture.steps.module_tables import HookTables, twin_buffers
 from lightning_pipe.capture.steps.other_ranks import layers_in_python, no_collectives, no_training_state
-from lightning_pipe.capture.steps.record import KeptState
+from lightning_pipe.capture.steps.record import KeptState, OutputCall
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.steps.step_state import ModuleState
 from lightning_pipe.capture.torch_private import FakeTensor, answered_calls, checkpoints_replaced, version_of
@@ -141,11 +143,12 @@ class StageReplayer:
         metrics = self._now.metrics_of(self._step.module)
         earlier = {} if sizes is None else sizes_of_tensor(self._units, sizes)
         run = StepRun(self._others, metrics, samples=samples, key=key, given=given, sizes=earlier, hang=hang)
-        recording = StepRecording()
+        recording = StepRecording(is_play=True, position=run.position)
         answerer = Answerer()
         with contextlib.ExitStack() as stack:
             stack.callback(python.restore)
             stack.callback(self._put_hooks_aside)
+            stack.enter_context(absent_values_printed())
             for entered in (
                 hang(),
                 self._late_buffers_counted(),
@@ -183,11 +186,28 @@ class StageReplayer:
             recording.turned = {n: flag for n, flag in trained.items() if flag != self._now.trained.get(n, flag)}
             finish(recording, output, loss)
             self._refuse_absent([*recording.results, *([] if loss is None else [loss])])
-        if self._part.is_last or self._part.stops or recording.kept:
+        else:
+            recording.outputs = self._heard(inside_units(recording))
+        recording.position, recording.printed_tensors = int, {}  # which other ranks cannot be told
+        if recording.outputs and not (self._part.is_last or recording.kept):
+            output = StepRecording(outputs=recording.outputs, results=recording.results)
+            self._now.said.append((key.microbatch, key.first_sample, samples, output))
+        elif self._part.is_last or self._part.stops or recording.kept:
             self._now.said.append((key.microbatch, key.first_sample, samples, recording))
         sent = {k: tuple(tensor.detach() for tensor in tensors) for k, tensors in run.sent.items()}
         told = torch.zeros((), dtype=self._step.trace.loss, device=self._step.device) if loss is None else loss.detach()
         return Played(self._keep(run, loss, state, left), sent, run.asked, told, changed, recording, run.sizes)
+
+    def _heard(self, outputs: list[OutputCall]) -> list[OutputCall]:
+        """Return what others hear of the output of this stage's sub-modules: none where they do not listen."""
+        if outputs and self._part.number not in self._now.speakers:
+            warnings.warn(  # once, as the text is the same
+                f"{outputs[0].name}() at {outputs[0].line} is not shown: it is in a sub-module of stage "
+                f"{self._part.number}, and was not called when {self._step.method} was traced.",
+                stacklevel=2,
+            )
+            return []
+        return outputs
 
     def backward(
         self,

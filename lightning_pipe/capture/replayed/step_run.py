@@ -88,6 +88,10 @@ class StepRun:
         self.made = set[Any]()
         self.touched = ""
 
+    def position(self) -> int:
+        """Return where the step is: an odd number inside a unit, an even one between units."""
+        return 2 * self._called - self.is_inside
+
     def answer(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer a call of a unit's module."""
         if self.is_inside:

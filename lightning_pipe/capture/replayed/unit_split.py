@@ -100,7 +100,7 @@ class UnitSplitter:
         owner = {k: stage.number for stage in stages for k in range(stage.begin, stage.end)}
         owner[len(self._units)] = len(cuts)  # of glue
         self._follow_state(owner)
-        inside = {owner[k] for k in self._trace.keeping}
+        inside = {owner[k] for k in self._trace.keeping | self._trace.outputting}
         self._now.speakers = tuple(sorted({*inside, *self._now.knowing.values(), len(stages) - 1}))
         programs = tuple(self._program(stage, stages, owner) for stage in stages)
         values = {value.name: value for value in self._values(stages)}

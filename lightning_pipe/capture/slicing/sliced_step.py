@@ -264,4 +264,6 @@ def _renamed(record: StepRecord, names: Mapping[str, str]) -> StepRecord:
     guards = tuple(replace(one, ref=named(one.ref)) for one in record.guards)
     kept = tuple(replace(one, value=named(one.value)) for one in record.kept)
     loss = None if record.loss is None else names[record.loss]
-    return replace(record, calls=calls, loss=loss, returned=named(record.returned), guards=guards, kept=kept)
+    outputs = tuple(one.mapped(named) for one in record.outputs)
+    returned = named(record.returned)
+    return replace(record, calls=calls, loss=loss, returned=returned, guards=guards, kept=kept, outputs=outputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +19,16 @@ import torch
 import torchmetrics
 from torch import nn
 
+from lightning_pipe.capture.output.late_texts import UNKNOWN_TEXT, LateText, LateTexts, joined, late_texts
+from lightning_pipe.capture.output.output_functions import output_noted
+from lightning_pipe.capture.output.printed_tensors import Elsewhere, TooLarge
 from lightning_pipe.capture.python.users_code import is_users
-from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, TracedNumber, hazard, user_line
+from lightning_pipe.capture.steps.hazards import TracedNumber, hazard, printed, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, MetricResult, is_result, value_of_call
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
+    Applied,
     BatchText,
     Computed,
     KeptState,
@@ -33,12 +38,13 @@ from lightning_pipe.capture.steps.record import (
     MetricRef,
     MetricValue,
     ObjectCall,
-    OfMetrics,
+    OutputCall,
     Read,
     Ref,
 )
-from lightning_pipe.capture.steps.trees import can_be_told, mapped
+from lightning_pipe.capture.steps.trees import can_be_told, found_in, leaves_mapped, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
+from lightning_pipe.capture.torch_private import FakeTensor, version_of
 from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection, items_of
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
@@ -64,6 +70,10 @@ class StepRecording:
         called: numbers of the units that it has called, where somebody notes that.
         unlike: what units of micro-batches were given that is not what the batch gives them; "" if nothing.
         loss: of the whole batch, where a head has made it.
+        outputs: calls of output functions, in their order.
+        position: says where the step is (`OutputCall`).
+        is_play: whether the step runs on real tensors, and on fake ones in the place of those of other stages.
+        printed_tensors: by the references of what was printed, the tensors and how often they had been written to.
     """
 
     calls: list[LogCall | ObjectCall] = field(default_factory=list)
@@ -77,6 +87,10 @@ class StepRecording:
     called: tuple[int, ...] = ()
     unlike: str = ""
     loss: torch.Tensor | None = None
+    outputs: list[OutputCall] = field(default_factory=list)
+    position: Callable[[], int] = int
+    is_play: bool = False
+    printed_tensors: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """Return the reference of a tensor, as a new result if it is none yet; named after its number for now."""
@@ -108,7 +122,7 @@ class StepRecording:
             if is_tracked(leaf):
                 return Computed(leaf.expression)
             if isinstance(leaf, TracedNumber):
-                return Read(self.ref(leaf.tensor).name)
+                return Read(self.ref(leaf.tensor).name) if leaf.applied is None else self.lift(leaf.applied)
             if is_result(leaf):
                 return self.lift(leaf.said)
             if isinstance(leaf, torch.SymBool):  # what is asked about a size, without a branch
@@ -132,6 +146,39 @@ class StepRecording:
 
         kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, torch.SymBool, str)
         return mapped(value, kinds, one)
+
+    def printed(self, value: Any, texts: LateTexts) -> Any:
+        """Return what the step outputs with references in the place of tensors as they are now, and of late texts.
+
+        Args:
+            value: an argument of an output function.
+            texts: of this run.
+        """
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and not is_result(leaf):
+                return self._printed_tensor(leaf)
+            if is_result(leaf) or isinstance(leaf, (MarkedText, *_NUMBERS)):
+                return self.lift(leaf)
+            if isinstance(leaf, (*STAND_INS, *_PLAIN, type, TooLarge, Elsewhere)) and not isinstance(leaf, str):
+                return leaf
+            parts = [self._late(part) for part in texts.parts(str(leaf))]
+            return "".join(parts) if all(isinstance(part, str) for part in parts) else Applied(joined, tuple(parts))
+
+        return leaves_mapped(value, one)
+
+    def _printed_tensor(self, tensor: torch.Tensor) -> Any:
+        if self.is_play and isinstance(tensor, FakeTensor):
+            return Elsewhere()
+        said = self.lift(printed(tensor))
+        if self.is_play:
+            self.printed_tensors |= {ref.name: (tensor, version_of(tensor)) for ref in found_in(said, Ref)}
+        return said
+
+    def _late(self, part: str | LateText) -> Any:
+        if isinstance(part, str):
+            return part
+        return Applied(part.form, (self.lift(part.value), *part.args))
 
 
 def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
@@ -171,7 +218,7 @@ def _loose(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
 def recording_calls(
     module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
 ) -> Iterator[None]:
-    """Record calls of `self.log`, `self.log_dict`, of torchmetrics and of loggers instead of making them.
+    """Record calls of `self.log`, `self.log_dict`, of torchmetrics, loggers and output instead of making them.
 
     Args:
         module: the user's module.
@@ -179,8 +226,9 @@ def recording_calls(
         metrics: what `metrics_in(module)` has found before; looked for if not given.
     """
     recorded = metrics_in(module) if metrics is None else metrics
-    caller = _Caller(recording, recorded)
     with contextlib.ExitStack() as stack:
+        caller = _Caller(recording, recorded, stack.enter_context(late_texts()))
+        stack.enter_context(output_noted(caller.output))
         for owner, name, replacement in [
             (module, "log", caller.log),
             (module, "log_dict", caller.log_dict),
@@ -274,8 +322,8 @@ for _use in f"{_USES} add radd mul rmul sub rsub truediv rtruediv neg".split():
 class _Caller:
     """Methods that stand for those of the module and of its metrics; the user's line is that of who calls them."""
 
-    def __init__(self, recording: StepRecording, metrics: Mapping[str, nn.Module]) -> None:
-        self._recording = recording
+    def __init__(self, recording: StepRecording, metrics: Mapping[str, nn.Module], texts: LateTexts) -> None:
+        self._recording, self._texts = recording, texts
         self._metrics = metrics
         self._given: list[tuple[dict[str, MetricResult], dict[str, MetricResult], MetricResult]] = []
         self._paths = {id(metric): path for path, metric in metrics.items()}
@@ -330,7 +378,7 @@ class _Caller:
         """Return what a call of a collection gives: an entry of every metric, by its name."""
         what = "the value of a torchmetrics object"
         entries = {
-            str(name): MetricResult.of(OfMetrics(operator.getitem, (said, name)), line, what=what)
+            str(name): MetricResult.of(Applied(operator.getitem, (said, name)), line, what=what)
             for name in metrics.keys(keep_base=False)
         }
         self._given.append((entries, {**entries}, MetricResult.of(said, line, what=what)))
@@ -350,6 +398,12 @@ class _Caller:
 
         return record
 
+    def output(self, path: str, method: str, *args: Any, **kwargs: Any) -> None:
+        asked = self._texts.conditions(sys._getframe(1))
+        said, conditions, named = (self._recording.printed(one, self._texts) for one in (args, asked, kwargs))
+        line, position = user_line(), self._recording.position()
+        self._recording.outputs.append(OutputCall(path, method, (said, conditions), named, line, position))
+
     def _log(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         options = dict(zip(_OPTIONS, args, strict=False)) | kwargs
         lifted = {key: self._lift(option) for key, option in options.items()}
@@ -364,6 +418,7 @@ class _Caller:
         return self._recording.lift(value)
 
 
+_NUMBERS = (TracedNumber, Deferred, torch.SymInt, torch.SymFloat, torch.SymBool)  # tracked ones, too
 _PLAIN = (bool, int, float, str, bytes, type(None), os.PathLike)
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch")  # of `self.log`, in the order of its arguments
 

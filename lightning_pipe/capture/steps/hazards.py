@@ -17,6 +17,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import operator
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -27,10 +28,14 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.output.late_texts import assumed_answer, late_text
+from lightning_pipe.capture.output.printed_tensors import TooLarge, as_printed, is_too_large, kind_of
+from lightning_pipe.capture.output.said_conditions import condition_at
+from lightning_pipe.capture.output.said_texts import use_of_text
 from lightning_pipe.capture.python.described_calls import described
-from lightning_pipe.capture.python.said_texts import use_of_text
 from lightning_pipe.capture.python.users_code import is_library, users_frame
 from lightning_pipe.capture.steps.keyed_random import PythonRandomness
+from lightning_pipe.capture.steps.record import Applied
 from lightning_pipe.capture.torch_private import (
     SET_MULTITHREADING,
     assert_async,
@@ -89,29 +94,32 @@ def depends_on_data(error: Exception) -> str:
     return ""
 
 
-UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
-
-
-def unknown_text() -> str:
-    """Return what stands for the text of a value.
+def unknown_text(value: Any, form: Callable[..., str], *args: str) -> str:
+    """Return what stands for the text of a value, `form(value, *args)`.
 
     Raises:
         CaptureError: if it is not only said.
     """
     if use_of_text(sys._getframe(1)) == "used":
         raise hazard("a tensor's value is made a text, and that is more than printed", user_line(2))
-    return UNKNOWN_TEXT
+    return late_text(value, form, *args)
 
 
 class TracedNumber:
     """Stand for `tensor.item()` while tracing: it can be logged, kept and printed, and nothing else.
 
     It claims to be the number that it would be when the step asks (`isinstance`).
+
+    Attributes:
+        tensor: the tensor.
+        line: the user's line.
+        applied: what output makes of the number; None for the number itself.
     """
 
-    def __init__(self, tensor: torch.Tensor, line: str) -> None:
+    def __init__(self, tensor: torch.Tensor, line: str, applied: Applied | None = None) -> None:
         self.tensor = tensor
         self.line = line
+        self.applied = applied
 
     def _kind(self) -> type:
         return complex if self.tensor.is_complex() else float if self.tensor.is_floating_point() else int
@@ -119,19 +127,41 @@ class TracedNumber:
     __class__ = property(_kind)
 
     def __format__(self, spec: str) -> str:
-        return unknown_text()
+        return unknown_text(self, format, spec)
 
     def __repr__(self) -> str:
-        return unknown_text()
-
-    __str__ = __repr__
+        return unknown_text(self, repr)
 
     def _refuse(self, *_: Any) -> Any:
         raise hazard("a tensor's value is read into Python by .item() and then used", self.line)
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = __round__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __floordiv__ = __mod__ = __hash__ = _refuse
+    __float__ = __int__ = __index__ = __hash__ = _refuse
+
+    def __bool__(self) -> bool:
+        answer = assumed_answer(sys._getframe(1), lambda: self)
+        return self._refuse() if answer is None else answer
+
+
+def _output_of(function: Callable[..., Any], *, is_reflected: bool = False, asks: bool = False) -> Callable[..., Any]:
+    def call(self: TracedNumber, *others: Any) -> Any:
+        operands = (*others, self) if is_reflected else (self, *others)
+        number = TracedNumber(self.tensor, self.line, Applied(function, operands))
+        if asks and (answer := assumed_answer(sys._getframe(1), lambda: number)) is not None:
+            return answer
+        is_output = use_of_text(sys._getframe(1)) == "said" and not any(isinstance(o, torch.Tensor) for o in others)
+        return number if is_output else self._refuse()
+
+    return call
+
+
+for _name in "add sub mul truediv floordiv mod pow".split():
+    setattr(TracedNumber, f"__{_name}__", _output_of(getattr(operator, _name)))
+    setattr(TracedNumber, f"__r{_name}__", _output_of(getattr(operator, _name), is_reflected=True))
+for _name in "neg abs".split():
+    setattr(TracedNumber, f"__{_name}__", _output_of(getattr(operator, _name)))
+for _name in "lt le gt ge eq ne".split():
+    setattr(TracedNumber, f"__{_name}__", _output_of(getattr(operator, _name), asks=True))
+setattr(TracedNumber, "__round__", _output_of(round))  # noqa: B010
 
 
 _NODE: Any = torch.Tensor.grad_fn  # a property, which types take for what it returns
@@ -143,7 +173,8 @@ _UNCOUNTED = (  # tracing, and what watches the step, may call them once more or
     SET_MULTITHREADING,
 )
 _CLOSE = (torch.allclose, torch.Tensor.allclose)
-_TEXTS = (torch.Tensor.__format__, torch.Tensor.__repr__)
+_TEXTS: dict[Any, Callable[..., str]] = {torch.Tensor.__format__: format, torch.Tensor.__repr__: repr}
+_LISTS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
 
 
 def _classes_hold(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor | None:
@@ -169,6 +200,14 @@ _READS: dict[Any, str] = {
     torch.Tensor.numpy: ".numpy()",
     torch.Tensor.__array__: "numpy.asarray()",
 }
+
+
+def printed(tensor: torch.Tensor) -> Any:
+    """Return a tensor as it is now, with what its text says of autograd; of a large one what its shape is."""
+    if is_too_large(tensor):
+        return Applied(TooLarge, (tuple(tensor.shape), str(tensor.dtype)))
+    kind, content = kind_of(tensor), tensor.detach().clone()
+    return Applied(as_printed, (content, kind)) if kind else content
 
 
 class Observer(TorchFunctionMode):
@@ -211,7 +250,10 @@ class Observer(TorchFunctionMode):
                 return self._ask(args[0], line)
             return TracedNumber(args[0], line)
         if func in _TEXTS and has_no_data(args[0]):
-            return unknown_text()
+            return unknown_text(printed(args[0]), _TEXTS[func], *args[1:])
+        if func in _LISTS and has_no_data(args[0]) and use_of_text(sys._getframe(1)) == "said":
+            values = operator.methodcaller(_LISTS[func])
+            return TracedNumber(args[0], line, Applied(values, (args[0].detach().clone(),)))
         if func in _REQUIRED and has_no_data(args[0]):
             self._require(_REQUIRED[func](*args, **kwargs), RuntimeError(f"{func.__name__} refuses such values"), line)
         if func in _TELLING and has_no_data(args[0]):
@@ -270,6 +312,8 @@ class Observer(TorchFunctionMode):
             raise error
 
     def _ask(self, tensor: torch.Tensor, line: str) -> bool:
+        if (assumed := assumed_answer(sys._getframe(2), tensor.detach().clone)) is not None:
+            return assumed
         asked = len(self.guards)
         if asked == len(self.answers):
             raise Question(line)
@@ -304,7 +348,8 @@ class Answerer(TorchFunctionMode):
         if func in _TELLING or (func in _REQUIRED and _REQUIRED[func](*args, **(kwargs or {})) is not None):
             self.answers.append(True)  # else it had raised
         asks = func in _TRUTH or func in _CLOSE or (func is torch.Tensor.item and isinstance(result, bool))
-        if asks or (func in _EQUAL and args[0].shape == args[1].shape):
+        asks = asks or (func in _EQUAL and args[0].shape == args[1].shape)
+        if asks and condition_at(sys._getframe(1)) is None:
             self.answers.append(bool(result))
         return result
 

@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torchmetrics
 
-from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard
-from lightning_pipe.capture.steps.record import MetricValue, OfMetrics
+from lightning_pipe.capture.output.late_texts import late_text
+from lightning_pipe.capture.steps.hazards import hazard
+from lightning_pipe.capture.steps.record import Applied, MetricValue
 from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.torch_private import as_kind
 
@@ -34,7 +35,7 @@ class Deferred:
         items: number of items along the first dimension; None if that is not known.
     """
 
-    said: MetricValue | OfMetrics
+    said: MetricValue | Applied
     line: str
     what: str
     items: int | None = None
@@ -99,10 +100,10 @@ class Deferred:
         return _applied(round, (self, digits))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return repr(self._value) if self.has_gradient() else UNKNOWN_TEXT
+        return repr(self._value) if self.has_gradient() else late_text(self, repr)
 
     def __format__(self, form: str) -> str:
-        return format(self._value, form) if self.has_gradient() else UNKNOWN_TEXT
+        return format(self._value, form) if self.has_gradient() else late_text(self, format, form)
 
     __hash__ = object.__hash__
 
@@ -112,7 +113,7 @@ class MetricResult(Deferred, torch.Tensor):  # type: ignore[misc]  # another __r
 
     @classmethod
     def of(
-        cls, said: MetricValue | OfMetrics, line: str, *, what: str, compute: Callable[[], Any] | None = None
+        cls, said: MetricValue | Applied, line: str, *, what: str, compute: Callable[[], Any] | None = None
     ) -> MetricResult:
         """Return the stand-in.
 
@@ -136,7 +137,7 @@ class MetricResult(Deferred, torch.Tensor):  # type: ignore[misc]  # another __r
 class MetricNumber(Deferred):
     """A number that was read from such a tensor."""
 
-    def __init__(self, said: OfMetrics, line: str, what: str) -> None:
+    def __init__(self, said: Applied, line: str, what: str) -> None:
         self.said, self.line, self.what = said, line, what
 
     @property
@@ -179,7 +180,7 @@ def _applied(function: Callable[..., Any], given: tuple[Any, ...], *more: Any, *
     if _writes(name) or name in _FORMS or kwargs.get("out") is not None:
         first.refuse()
     args, kwargs = mapped((args, kwargs), Deferred, lambda one: one.said)
-    said = OfMetrics(function, args, kwargs)
+    said = Applied(function, args, kwargs)
     if name == "item" or all(type(one) is MetricNumber for one in results):
         return MetricNumber(said, first.line, first.what)
     return MetricResult.of(said, first.line, what=first.what)

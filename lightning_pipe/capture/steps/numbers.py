@@ -12,7 +12,7 @@ import sympy
 import torch
 
 from lightning_pipe.capture.steps.metric_result import is_result
-from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, Ref, Sized
+from lightning_pipe.capture.steps.record import KeptState, LogCall, ObjectCall, OutputCall, Ref, Sized
 from lightning_pipe.capture.steps.trees import branches
 
 Call: TypeAlias = LogCall | ObjectCall
@@ -74,16 +74,16 @@ class SaidLeaf:
 
 def leaves_said(returned: Any, calls: Sequence[Call], kept: Sequence[KeptState] = ()) -> Iterator[SaidLeaf]:
     """Yield all that a step has returned, logged and given to metrics, and what it keeps."""
-    for place, value in _leaves(returned, RETURNED):
+    for place, value in placed_leaves(returned, RETURNED):
         inner = ".".join(place[len(RETURNED) :])
         yield SaidLeaf(place, f"what it returns{f' as {inner!r}' if inner else ''}", "", value)
     for key, call in zip(call_keys(calls), calls, strict=True):
         name = repr(call.name) if isinstance(call, LogCall) else f"{call.name}()"
         said = {VALUE: call.value if isinstance(call, LogCall) else call.args, **call.kwargs}
-        for place, value in _leaves(said, key):
+        for place, value in placed_leaves(said, key):
             yield SaidLeaf(place, name, call.line, value)
     for one in kept:
-        for place, value in _leaves(one.value, (KEPT, one.name)):
+        for place, value in placed_leaves(one.value, (KEPT, one.name)):
             yield SaidLeaf(place, f"what it keeps in {one.name}", "", value)
 
 
@@ -142,7 +142,7 @@ def rows_said(sizes: Sequence[Mapping[Place, tuple[int, ...]]], counts: Sequence
     rows: dict[Place, int] = {}
     for place, shape in sizes[0].items():
         for dim, size in enumerate(shape):
-            expected = [(*shape[:dim], size * count // counts[0], *shape[dim + 1 :]) for count in counts]
+            expected = [(*shape[:dim], size * count / counts[0], *shape[dim + 1 :]) for count in counts]
             if size and [run.get(place) for run in sizes] == expected:
                 rows[place] = dim
                 break
@@ -165,6 +165,33 @@ def proportional(numbers: Sequence[Mapping[Place, float]], counts: Sequence[int]
     return frozenset(filter(is_size, first))
 
 
+def keyed_outputs(outputs: Sequence[OutputCall]) -> dict[Place, OutputCall]:
+    """Return calls of output functions by what tells them apart in every run: function, line, unit and occurrence."""
+    counts: Counter[Place] = Counter()
+    calls: dict[Place, OutputCall] = {}
+    for call in outputs:
+        what: Place = ("output", call.name, call.line, str(call.position))
+        key = (*what, str(counts[what]))
+        calls[key] = call
+        counts[what] += 1
+    return calls
+
+
+def output_leaves(outputs: Sequence[OutputCall], results: Sequence[torch.Tensor]) -> dict[Place, Any]:
+    """Return what a run has output, by place: texts, numbers, and the shapes of tensors.
+
+    Args:
+        outputs: its calls of output functions.
+        results: the tensors that these refer to.
+    """
+    return {
+        place: results[int(value.name)].shape if isinstance(value, Ref) and value.name.isdigit() else value
+        for key, call in keyed_outputs(outputs).items()
+        for place, value in placed_leaves((call.args, call.kwargs), key)
+        if isinstance(value, (Ref, str, int, float))
+    }
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is a number of Python's, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -177,9 +204,10 @@ def _lists(value: Any, place: Place) -> Iterator[tuple[Place, Sequence[Any]]]:
         yield from _lists(item, (*place, str(key)))
 
 
-def _leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+def placed_leaves(value: Any, place: Place) -> Iterator[tuple[Place, Any]]:
+    """Yield the leaves of a tree, which stands at a place, by their own places."""
     if (inside := branches(value)) is not None:
         for key, item in inside.items():
-            yield from _leaves(item, (*place, str(key)))
+            yield from placed_leaves(item, (*place, str(key)))
     else:
         yield place, value

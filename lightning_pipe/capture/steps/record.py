@@ -8,7 +8,7 @@ values combined over micro-batches and replicas.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -94,8 +94,8 @@ class MetricValue:
 
 
 @dataclass(frozen=True)
-class OfMetrics:
-    """What a function makes of results of recorded calls: a branch, with `MetricValue` among its arguments."""
+class Applied:
+    """What a function makes of stand-ins when they have values: a branch, with these among its arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -156,6 +156,30 @@ class LoggerCall(ObjectCall):
 
 
 @dataclass(frozen=True)
+class OutputCall(ObjectCall):
+    """A call of an output function, such as `print`; made on rank 0, and by no other.
+
+    `args` are its positional arguments, and the conditions under which it is made: pairs of what was asked and the
+    answer.
+
+    Attributes:
+        position: between units of a replayed step, an even number, or inside of one, an odd number.
+    """
+
+    position: int = 0
+
+    def mapped(self, function: Callable[[Any], Any]) -> OutputCall:
+        """Return the call with what a function makes of its arguments."""
+        return replace(self, args=function(self.args), kwargs=function(self.kwargs))
+
+    @property
+    def name(self) -> str:
+        """Return what was called, as the user would write it."""
+        names = {"logging": "logging", "self": "self.print", "warnings": "warnings.warn", "tqdm": "tqdm.write"}
+        return names.get(self.path, "print" if self.method == "print" else f"{self.path}.{self.method}")
+
+
+@dataclass(frozen=True)
 class AnswerGuard:
     """An answer that the graph was captured under: the value `Ref` must equal `expected` at run time."""
 
@@ -174,6 +198,7 @@ class StepRecord:
         returned: the returned value as a tree with tensors replaced by `Ref`.
         guards: answers to be checked at run time.
         kept: what it leaves on the module.
+        outputs: calls of output functions, in their order.
     """
 
     calls: tuple[LogCall | ObjectCall, ...]
@@ -181,3 +206,4 @@ class StepRecord:
     returned: Any
     guards: tuple[AnswerGuard, ...]
     kept: tuple[KeptState, ...] = ()
+    outputs: tuple[OutputCall, ...] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from lightning_pipe.capture.output.late_texts import assumed_answer, said_text
+from lightning_pipe.capture.output.said_texts import use_of_text
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots
@@ -30,6 +33,7 @@ from lightning_pipe.capture.steps.call_recording import StepRecording, recording
 from lightning_pipe.capture.steps.hazards import Observer, SizeDependentError, at, hazard, user_line
 from lightning_pipe.capture.steps.metric_result import is_result, with_loss
 from lightning_pipe.capture.steps.module_tables import ModuleTables, twin_buffers
+from lightning_pipe.capture.steps.record import Computed
 from lightning_pipe.capture.steps.step_state import CheckpointedChanges, DataWriter, StepState
 from lightning_pipe.capture.torch_private import keeping_version
 from lightning_pipe.capture.tracked.number_expressions import MOST_INPUTS, NumberGuards, Situation, Source
@@ -119,7 +123,7 @@ class StepFunction(nn.Module):
     def _run(self, leaves: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         module = self.model
         self.runs += 1
-        self.numbers = NumberGuards()
+        self.numbers = NumberGuards(output=_OutputOfNumbers())
         self._vector = self.get_buffer(NUMBERS)
         path = _ModulePath(module)
         observer = Observer(self.answers, path.current, numbers=self._vector)
@@ -334,6 +338,20 @@ def loss_of(module: pl.LightningModule, method: str, output: Any, *, may_skip: b
             "expected a single number. Reduce it first, for example by mean()."
         )
     return loss
+
+
+class _OutputOfNumbers:
+    """Tracked numbers that a step only outputs: in texts, and in conditions of output."""
+
+    def text(self, number: Any, form: Callable[..., str], *args: str) -> str | None:
+        return said_text(number, form, *args)
+
+    def answer(self, expression: Any) -> bool | None:
+        return assumed_answer(sys._getframe(1), lambda: Computed(expression))
+
+    def check(self) -> None:
+        if use_of_text(sys._getframe(1)) == "said":
+            raise hazard("it makes a number that changes from batch to batch a text by % or the like", user_line(2))
 
 
 @contextlib.contextmanager

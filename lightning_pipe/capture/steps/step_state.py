@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from lightning_pipe.capture.output.late_texts import UNKNOWN_TEXT
 from lightning_pipe.capture.python.inner_states import state_of
 from lightning_pipe.capture.python.kept_collections import KeptDict, KeptList, kept_collections
 from lightning_pipe.capture.python.places import ABSENT, Place
@@ -28,7 +29,7 @@ from lightning_pipe.capture.python.snapshot_parts import StateChange
 from lightning_pipe.capture.python.snapshots import Snapshot
 from lightning_pipe.capture.python.state_slots import attribute_slots, hook_slots, shared_slots
 from lightning_pipe.capture.python.users_code import assignment_line
-from lightning_pipe.capture.steps.hazards import UNKNOWN_TEXT, hazard, user_line
+from lightning_pipe.capture.steps.hazards import hazard, user_line
 from lightning_pipe.capture.steps.metric_result import Deferred, is_result
 from lightning_pipe.capture.steps.record import KeptState
 from lightning_pipe.capture.steps.trees import can_be_told

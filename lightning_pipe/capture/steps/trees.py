@@ -56,6 +56,14 @@ def mapped(value: Any, kinds: type | tuple[type, ...], function: Callable[[Any],
     return rebuilt(value, {key: mapped(item, kinds, function) for key, item in inside.items()})
 
 
+def leaves_mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a tree with what a function makes of its leaves."""
+    inside = branches(value)
+    if inside is None:
+        return function(value)
+    return rebuilt(value, {key: leaves_mapped(item, function) for key, item in inside.items()})
+
+
 def found_in(value: Any, kinds: type | tuple[type, ...]) -> Iterator[Any]:
     """Yield the leaves of some kinds, in the order of `mapped`."""
     if isinstance(value, kinds):

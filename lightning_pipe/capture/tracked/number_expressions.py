@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Number: TypeAlias = "int | float"
 MOST_INPUTS = 64  # numbers that one graph reads; those beyond are guards
@@ -73,6 +73,23 @@ def sources_in(expression: Any) -> Iterator[Source]:
             yield from sources_in(operand)
 
 
+class NumberOutput(Protocol):
+    """Knows which uses of tracked numbers are output of the step alone, which no guard needs."""
+
+    def text(self, number: Any, form: Callable[..., str], *args: str) -> str | None:
+        """Return what stands for the text of a number that is output; None for any other text."""
+
+    def answer(self, expression: Any) -> bool | None:
+        """Return the answer to a question by which the step outputs alone; None to any other."""
+
+    def check(self) -> None:
+        """Check that a number is not read by a statement that outputs it.
+
+        Raises:
+            CaptureError: if it is.
+        """
+
+
 @dataclass
 class NumberGuards:
     """What a trace has found out about the numbers that it tracked.
@@ -80,10 +97,12 @@ class NumberGuards:
     Attributes:
         values: expressions whose value, type included, must stay as it was; with the user's line.
         inputs: expressions that the graph reads, in the order of its vector of numbers.
+        output: knows what the step only outputs; None where nothing is output.
     """
 
     values: dict[tuple[Any, Any], str] = field(default_factory=dict)
     inputs: dict[Any, int] = field(default_factory=dict)
+    output: NumberOutput | None = None
 
     def pin(self, expression: Any, value: Any, line: str) -> None:
         """Require that an expression keeps its value."""

@@ -4,8 +4,8 @@ While a step is traced, numbers that change from batch to batch (`global_step`, 
 are `TrackedInt` and `TrackedFloat`. Arithmetic on them builds an `Expression` over their sources, and
 
     multiplied with a tensor, added, ...     the tensor operation reads the expression as an input of the graph
-    logged, returned, kept on the module     the expression is evaluated for every batch
-    compared, or asked for its truth         the answer is a guard of the graph
+    logged, printed, returned, kept          the expression is evaluated for every batch
+    compared, or asked for its truth         the answer is a guard of the graph, unless nothing but output depends on it
     anything else (an index, `float()`, a key of a dict, text)   its value is a guard of the graph
 
 Guards and inputs are evaluated before every batch, by the same Python operations that the step ran.
@@ -47,6 +47,8 @@ class TrackedNumber:
 
     def pinned(self) -> Any:
         """Return the plain number, and require that it stays."""
+        if self.guards.output is not None:
+            self.guards.output.check()
         self.guards.pin(self.expression, self.value, self.line())
         return self.value
 
@@ -101,6 +103,9 @@ def tracked(value: Any, expression: Any, guards: NumberGuards, line: Callable[[]
         return TrackedInt(value, expression, guards, line)
     if type(value) is float:
         return TrackedFloat(value, expression, guards, line)
+    answer = None if guards.output is None else guards.output.answer(expression)
+    if answer is not None:
+        return answer
     guards.pin(expression, value, line())
     return value
 
@@ -135,6 +140,14 @@ def _pinning(operation: Callable[..., Any]) -> Any:
     return method
 
 
+def _text(form: Callable[..., str]) -> Any:
+    def method(self: TrackedNumber, *arguments: str) -> str:
+        late = None if self.guards.output is None else self.guards.output.text(self, form, *arguments)
+        return form(self.pinned(), *arguments) if late is None else late
+
+    return method
+
+
 def _pinned_attribute(name: str) -> property:
     return property(lambda self: getattr(self.pinned(), name))
 
@@ -155,8 +168,8 @@ def _give_methods(cls: type) -> None:
     for name, operation in rounding.items():
         setattr(cls, f"__{name}__", _unary(operation))
     plain: dict[str, Callable[..., Any]] = {
-        "float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash, "str": str,
-        "repr": repr, "format": format, "divmod": divmod,
+        "float": float, "int": int, "index": operator.index, "complex": complex, "hash": hash,
+        "divmod": divmod,
     }  # fmt: skip
     for name, operation in plain.items():
         setattr(cls, f"__{name}__", _pinning(operation))
@@ -169,8 +182,15 @@ def _give_methods(cls: type) -> None:
         setattr(cls, f"__{name}__", _pinning(operation))
         setattr(cls, f"__r{name}__", _pinning(lambda own, other, operation=operation: operation(other, own)))
 
+    for form in (str, repr, format):
+        setattr(cls, f"__{form.__name__}__", _text(form))
+
     def truth(self: TrackedNumber) -> bool:
-        self.guards.pin(Expression(bool, (self.expression,)), bool(self.value), self.line())
+        truth = Expression(bool, (self.expression,))
+        answer = None if self.guards.output is None else self.guards.output.answer(truth)
+        if answer is not None:
+            return answer
+        self.guards.pin(truth, bool(self.value), self.line())
         return bool(self.value)
 
     cls.__bool__ = truth  # type: ignore[attr-defined]

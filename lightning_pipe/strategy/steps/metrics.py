@@ -19,9 +19,11 @@ import torch
 import torchmetrics
 
 from lightning_pipe.capture import Route
+from lightning_pipe.capture.output.output_functions import make_output
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
     AnswerGuard,
+    Applied,
     BatchText,
     Computed,
     LogCall,
@@ -30,7 +32,7 @@ from lightning_pipe.capture.steps.record import (
     MetricRef,
     MetricValue,
     ObjectCall,
-    OfMetrics,
+    OutputCall,
     Read,
     Ref,
     Sized,
@@ -39,7 +41,7 @@ from lightning_pipe.capture.steps.record import (
 from lightning_pipe.capture.steps.trees import found_in, mapped
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import PipelineError
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.runtime.exchanges.slicing import Content
 from lightning_pipe.strategy.steps.kept_state import keep_state
 
@@ -52,6 +54,7 @@ def outputs(record: StepRecord) -> tuple[str, ...]:
         [guard.ref for guard in record.guards],
         [(call.value, call.kwargs) if isinstance(call, LogCall) else (call.args, call.kwargs) for call in record.calls],
         [kept.value for kept in record.kept],
+        [(call.args, call.kwargs) for call in record.outputs],
     ]
     return tuple({**found, **dict.fromkeys(one.name for one in found_in(said, (Ref, Read)))})
 
@@ -87,7 +90,7 @@ def replay(
     results: list[Any] = []
 
     def real(said: Any) -> Any:
-        return mapped(mapped(said, STAND_INS, one), OfMetrics, _of_metrics)
+        return mapped(mapped(said, STAND_INS, one), Applied, _of_metrics)
 
     def one(said: Any) -> Any:
         match said:
@@ -108,18 +111,21 @@ def replay(
 
     for call in record.calls:
         results.append(_make(call, real, module))
+    if module.trainer.is_global_zero:
+        for call in record.outputs:
+            _output(call, real, module)
     for kept in record.kept:
         keep_state(kept, real(kept.value), module)
     return real(record.returned)
 
 
-def _of_metrics(said: OfMetrics) -> Any:
+def _of_metrics(said: Applied) -> Any:
     """Compute with results of metrics.
 
     Raises:
         PipelineError: if that cannot be done with them.
     """
-    args, kwargs = mapped((said.args, said.kwargs), OfMetrics, _of_metrics)
+    args, kwargs = mapped((said.args, said.kwargs), Applied, _of_metrics)
     try:
         return said.function(*args, **kwargs)
     except Exception as error:  # whatever a function of the step's choice may raise
@@ -145,6 +151,18 @@ def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> 
             logger: Any = reduce(getattr, attributes, module.trainer.loggers[int(number)])
             return getattr(logger, method)(*real(args), **real(kwargs))
     raise AssertionError(f"{call} is of no known kind")
+
+
+def _output(call: OutputCall, real: Any, module: pl.LightningModule) -> None:
+    """Make a call of an output function, if its conditions hold; training does not depend on it."""
+    try:
+        args, conditions = call.args
+        if all(bool(asked) is answer for asked, answer in real(conditions)):
+            make_output(call.path, call.method, real(args), real(call.kwargs), module=module)
+    except Warning:  # that is to be an error
+        raise
+    except Exception as error:  # whatever a text of the step's choice may raise
+        rank_zero_warn(f"{call.name}() at {call.line} has failed: {type(error).__name__}: {error}")
 
 
 def wrong_answer(record: StepRecord, values: Mapping[str, Content]) -> AnswerGuard | None:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from lightning_pipe.capture.replayed.head_words import head_words
+from lightning_pipe.capture.replayed.output_words import merged_outputs
 from lightning_pipe.capture.replayed.replay_values import LOSS
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.core.milestones import Confirm, Publish, Rollback
@@ -153,6 +154,10 @@ class Runner:
                 )
                 values = {**values, **said}
                 self._warn_of_unknown(unknown)
+            if not differing or len(sizes) == 1:
+                outputs, printed, untold = merged_outputs(words, plays.output, self._device)
+                record, values = replace(record, outputs=outputs), {**values, **printed}
+                self._warn_of_untold(untold, call.method)
             if not training:  # else the step is traced again
                 self._warn_of_late_changes(plays.late_changes(), call.method, program.layout)
         made = {one.name: one.of(values, sum(sizes)) for one in step.capture.late_values}
@@ -226,6 +231,15 @@ class Runner:
                 f"Micro-batches say different values of {'; '.join(new)}, and nothing has told yet how these make that "
                 "of the batch: their mean is taken, or what reduce_fx says. microbatches=1 has that of the batch, as "
                 "does a torchmetrics object that is given the samples."
+            )
+
+    def _warn_of_untold(self, lines: Sequence[str], method: str) -> None:
+        """Warn once of every line whose output is not shown."""
+        if new := [line for line in lines if line not in self._unknown]:
+            self._unknown.update(new)
+            rank_zero_warn(
+                f"{'; '.join(new)} is not shown: {method} is replayed for micro-batches, of whose values nothing tells "
+                "what they are of the batch. microbatches=1 shows it."
             )
 
     def note_trained(self, *, synchronised: bool) -> None:

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture import Request
+from lightning_pipe.capture.recording.units import OutputRules
 from lightning_pipe.capture.replayed.head_words import Words
 from lightning_pipe.capture.replayed.module_scope import keyed
+from lightning_pipe.capture.replayed.output_words import merged_outputs
 from lightning_pipe.capture.replayed.replay_values import finish
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.other_ranks import no_collectives
@@ -78,7 +80,8 @@ class UncapturedSteps:
             control.agreed(run, source=0, what="whether the step has run")
         heard = gathered(words, (0,), control)
         record, values, _ = combined(heard, device=self._setup.device, rows={})
-        return StepSaid(record, values, samples)
+        outputs, printed, _ = merged_outputs(heard, OutputRules(), self._setup.device)
+        return StepSaid(replace(record, outputs=outputs), {**values, **printed}, samples)
 
     def _request(self, call: StepRequest) -> Request:
         setup = self._setup

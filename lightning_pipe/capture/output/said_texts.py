@@ -27,7 +27,8 @@ from lightning_pipe.capture.python.users_code import is_frameworks, is_installed
 
 TextUse: TypeAlias = Literal["internal", "said", "used"]
 
-_SAYING = re.compile("print|warn|info|debug|error|critical|exception|rank_zero|set_description|set_postfix|echo")
+_SAYING = re.compile("p?print|warn|info|debug|error|critical|exception|rank_zero|set_description|set_postfix|echo")
+_WRITES = ("tqdm", "stdout", "stderr")  # whose `write` outputs
 _OF_TENSORS = ("/torch/_tensor.py", "/torch/overrides.py", "/functional_tensor.py")
 _Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -42,28 +43,33 @@ def use_of_text(frame: types.FrameType | None) -> TextUse:
         "internal" where torch or another framework makes it, such as for its own log; "said" where the user's code only
         says it; else, also where its source is not known, "used".
     """
-    while frame is not None and _is_between(frame.f_code.co_filename):
+    while frame is not None and is_between(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is not None and is_frameworks(frame.f_code.co_filename):
         return "internal"
     return "said" if _is_only_said(frame) else "used"
 
 
-def _is_between(filename: str) -> bool:
+def is_between(filename: str) -> bool:
     """Return whether a file belongs to what is between who asks for a text and the answer."""
     return is_ours(filename) or filename.endswith(_OF_TENSORS)
 
 
 def _is_only_said(frame: types.FrameType | None) -> bool:
     while (frame := users_frame(frame)) is not None:
-        tree = _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-        found = [] if tree is None else list(_statements_at(tree, *_place(frame)))
-        says = bool(found) and all(_says(statement, scope) for statement, scope in found)
-        returns = bool(found) and all(isinstance(statement, ast.Return) for statement, _ in found)
-        if says or not (returns or is_installed(frame.f_code.co_filename)):
-            return says
+        tree = parsed_file(frame)
+        statements = [] if tree is None else list(statements_at(tree, *_place(frame)))
+        is_said = bool(statements) and all(says(statement, scope) for statement, scope in statements)
+        returns = bool(statements) and all(isinstance(statement, ast.Return) for statement, _ in statements)
+        if is_said or not (returns or is_installed(frame.f_code.co_filename)):
+            return is_said
         frame = frame.f_back  # what the caller does with it; or a logger's handler, say, which is told as its caller
     return False
+
+
+def parsed_file(frame: types.FrameType) -> ast.Module | None:
+    """Return the syntax tree of the file that the code of a frame is in; None where there is none."""
+    return _parsed("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -82,7 +88,7 @@ def _place(frame: types.FrameType) -> tuple[int, int | None]:
     return (frame.f_lineno, None) if line is None else (line, column)
 
 
-def _statements_at(tree: ast.Module, line: int, column: int | None) -> Iterator[tuple[ast.stmt, ast.AST]]:
+def statements_at(tree: ast.Module, line: int, column: int | None) -> Iterator[tuple[ast.stmt, ast.AST]]:
     """Yield the statements at a place, each with its function (or the module), but for definitions around it."""
     waiting: list[tuple[ast.AST, ast.AST]] = [(tree, tree)]
     while waiting:
@@ -104,7 +110,13 @@ def _is_at(statement: ast.stmt, line: int, column: int | None) -> bool:
     return start <= (line, column) < ((inner[0].lineno, inner[0].col_offset) if inner else end)
 
 
-def _says(statement: ast.stmt, scope: ast.AST) -> bool:
+def says(statement: ast.stmt, scope: ast.AST) -> bool:
+    """Return whether a statement outputs what it evaluates, and does nothing else with it.
+
+    Args:
+        statement: the statement.
+        scope: its function, or the module.
+    """
     if any(isinstance(node, ast.NamedExpr) for node in ast.walk(statement)):
         return False
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
@@ -117,9 +129,15 @@ def _says(statement: ast.stmt, scope: ast.AST) -> bool:
 def _is_said_at_once(statement: ast.AST) -> bool:
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return isinstance(statement, ast.Raise)
-    called = statement.value.func
-    name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
-    return _SAYING.match(name) is not None
+    called, files = statement.value.func, [key.value for key in statement.value.keywords if key.arg == "file"]
+    if isinstance(called, ast.Attribute) and called.attr == "write":
+        return _name(called.value) in _WRITES
+    return _SAYING.match(_name(called)) is not None and all(_name(file) in _WRITES for file in files)
+
+
+def _name(tree: ast.expr) -> str:
+    """Return the last name in an expression."""
+    return tree.attr if isinstance(tree, ast.Attribute) else tree.id if isinstance(tree, ast.Name) else ""
 
 
 def _is_read_to_be_said(name: str, scope: ast.AST) -> bool:
