@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from lightning_pipe.strategy.plans.plan_report import make_room
 from lightning_pipe.strategy.plans.planning import check_samples, given_cluster, given_plan
 from lightning_pipe.strategy.refusals import refuse
 
-_FEW_RANKS = 6  # up to which all rows of devices are tried
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -41,9 +40,8 @@ def check_options(config: DappleConfig, *, ranks: int, hosts: int) -> None:
     """
     if config.replicas is not None:
         check_layout(config.replicas, ranks)
-    if ranks > 1:
-        _check_schedule(config, ranks)
-        _check_versions(config)
+    if config.replicas is not None and ranks > 1:
+        _check_schedule(config, config.replicas)
     if hosts == 1:
         _check_files(config, ranks)
 
@@ -88,47 +86,23 @@ def check_run(config: DappleConfig, trainer: pl.Trainer, module: pl.LightningMod
         check_samples(config.microbatches or 1, loader.batch_size)
 
 
-def _check_schedule(config: DappleConfig, ranks: int) -> None:
-    """Refuse a schedule that suits none of the rows of devices that may be planned for.
+def _check_schedule(config: DappleConfig, replicas: Sequence[int]) -> None:
+    """Refuse a schedule that does not suit the layout, and versions of weights in which no forwards run ahead.
 
     Raises:
-        ConfigError, PlanError: of the schedule, for the first row.
+        ConfigError, PlanError: with the way out.
     """
+    ends = [0, *itertools.accumulate(replicas)]
+    devices = [tuple(range(start, end)) for start, end in itertools.pairwise(ends)]
+    if config.versions != "sync":
+        stages = tuple(StagePlan("", ranks) for ranks in devices)
+        refuse_rounds(Plan(stages, config.microbatches or 1), versions=config.versions)
     schedule = SCHEDULES.get(config.schedule or "")
-    if not isinstance(schedule, Schedule) or (config.replicas is None and ranks > _FEW_RANKS):
+    if not isinstance(schedule, Schedule):
         return
-    refused: list[Exception] = []
-    for row in [config.replicas] if config.replicas is not None else _rows(ranks):
-        ends = [0, *itertools.accumulate(row)]
-        devices = [tuple(range(start, end)) for start, end in itertools.pairwise(ends)]
-        stages = (config.stages_per_device,) if config.stages_per_device is not None else schedule.stages_per_device
-        for number in stages:
-            try:
-                layout = schedule.layout(devices, number)
-                order_of(str(config.schedule), layout=layout, microbatches=config.microbatches or len(row) * number)
-                return
-            except (ConfigError, PlanError) as error:
-                refused.append(error)
-    raise refused[0]
-
-
-def _rows(ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield all rows of devices with this many ranks, those with most devices first."""
-    for devices in range(ranks, 0, -1):
-        for inner in itertools.combinations(range(1, ranks), devices - 1):
-            yield tuple(end - start for start, end in itertools.pairwise((0, *inner, ranks)))
-
-
-def _check_versions(config: DappleConfig) -> None:
-    """Refuse versions of weights for a layout in which no forwards run ahead.
-
-    Raises:
-        PlanError: with the way out.
-    """
-    if config.versions != "sync" and config.replicas is not None:
-        ends = [0, *itertools.accumulate(config.replicas)]
-        stages = (StagePlan("", tuple(range(start, end))) for start, end in itertools.pairwise(ends))
-        refuse_rounds(Plan(tuple(stages), config.microbatches or 1), versions=config.versions)
+    layout = schedule.layout(devices, config.stages_per_device)
+    if config.microbatches is not None:
+        order_of(str(config.schedule), layout=layout, microbatches=config.microbatches)
 
 
 def _check_cache(cache: str | None) -> None:
