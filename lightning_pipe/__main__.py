@@ -1,4 +1,4 @@
-"""Run the command line: `python -m lightning_pipe plan ...`; or a program: `python -m lightning_pipe run train.py ...`."""
+"""Run a command, `python -m lightning_pipe plan ...`, or a program, `python -m lightning_pipe run train.py ...`."""
 
 import sys
 

@@ -56,8 +56,8 @@ else:
             self.accelerator = accelerator  # by Lightning's property from now on
 
         def __getattr__(self, name: str) -> Any:
-            """Return what a strategy has, for whom asks before a Trainer takes it: of the package in use."""
-            if name.startswith("__") or self not in _undecided:
+            """Return what a strategy has, where it is asked for before a Trainer takes it: of the package in use."""
+            if name.startswith("_") or self not in _undecided:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             _decide(package_in_use())
             return getattr(self, name)
@@ -188,11 +188,11 @@ def _decide(package: str) -> None:
     from lightning_pipe.strategy.strategy import PipelineStrategy
 
     DappleStrategy.__bases__ = (PipelineStrategy,)
-    while _undecided:
-        strategy = _undecided.pop()
+    for strategy in list(_undecided):
         arguments = vars(strategy).pop(_ARGUMENTS)
         vars(strategy).pop("parallel_devices")  # a property from now on
         PipelineStrategy.__init__(strategy, strategy.config, **arguments)
+    _undecided.clear()
 
 
 def accept_in(strategies: Any) -> None:
