@@ -25,7 +25,7 @@ from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
 from lightning_pipe.planner.problem import Problem
 from lightning_pipe.strategy.plans.plan_costs import PlanCosts
-from lightning_pipe.strategy.plans.plan_warnings import kept_by_replicas, warn_of_whole_batches
+from lightning_pipe.strategy.plans.plan_warnings import kept_by_replicas, warn_of_few_samples, warn_of_whole_batches
 from lightning_pipe.strategy.plans.planning import Planned, check_samples, given_plan, propose
 from lightning_pipe.strategy.preparation import PlannedCuts, Preparation, next_route
 from lightning_pipe.strategy.ranks.limit import Foreseen, foreseen
@@ -264,6 +264,9 @@ class PlanMaker:
             self._check(captured, call, samples)
             self._stopwatch.lap("check")
         preparation.warn_of_results(captured, samples)
+        is_open = self._cuts.given is None and self._config.microbatches is None
+        if training and is_open and self._links.control.ranks > 1 and planned.plan.microbatches == 1:
+            warn_of_few_samples(captured, samples=samples, ranks=self._links.control.ranks)
         self._place(call, captured, planned, cuts)
         self._stopwatch.lap("stages")
 

@@ -138,3 +138,20 @@ def test_what_sees_parts_is_said_with_numbers_and_the_way_out(monkeypatch):
     trained(Normalised, {"layout": "1", "microbatches": 8})
     assert len(told) == 1, told
     assert "BatchNorm2d net.1 (and 1 more) sees 8 of 64 samples" in told[0] and "whole_batch='exact': all 64" in told[0]
+
+
+def few_samples() -> list[str]:
+    """Return what rank 0 warns of where the batch has 24 samples."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_pipe.strategy.plans.plan_warnings.rank_zero_warn", told.append)
+        trained(Normalised, {}, samples=24)
+    return told
+
+
+def test_a_batch_that_is_too_small_to_be_cut_is_said():
+    (said,) = World(2).run(few_samples)[0]
+    assert (
+        "the batch of 24 is one micro-batch" in said
+        and "microbatches=2 cuts it: BatchNorm2d net.1 then sees 12" in said
+    )

@@ -13,6 +13,7 @@ from lightning_pipe.lightning_names import (
     pl,
     rank_zero_warn,
 )
+from lightning_pipe.planner.candidates.microbatch_share import LEAST_SHARE
 from lightning_pipe.strategy.steps.captured import Captured
 
 
@@ -63,6 +64,16 @@ def warn_of_whole_batches(method: str, why: str) -> None:
         f"{method} takes whole batches, as one micro-batch each, since {why}. So ranks work one after another; a step "
         "whose batches can be cut is faster (see docs/capture.md)."
     )
+
+
+def warn_of_few_samples(captured: Captured, *, samples: int, ranks: int) -> None:
+    """Warn that a batch has too few samples to be cut by itself, where micro-batches change what is trained."""
+    if captured.capture.graph.by_microbatch and not captured.capture.whole:
+        name = _with_class(captured.request.module, captured.capture.graph.by_microbatch[0])
+        rank_zero_warn(
+            f"{name} would see fewer than {LEAST_SHARE} samples, so the batch of {samples} is one micro-batch, and "
+            f"ranks work one after another. microbatches={ranks} cuts it: {name} then sees {max(1, samples // ranks)}."
+        )
 
 
 def warn_of_results_by_parts(captured: Captured, *, known: Set[str]) -> set[str]:
