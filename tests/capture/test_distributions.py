@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from capture.sliced_runs import deviation_of_parts
 from lightning_pipe.capture import Request, capture_step
-from lightning_pipe.capture.closed_stages import open_inputs
+from lightning_pipe.capture.closed_stages import closed, open_inputs
 from lightning_pipe.capture.steps.batch import flatten
-from lightning_pipe.errors import CaptureError
+from lightning_pipe.errors import BrokenRouteError, CaptureError
 from lightning_pipe.strategy.checks.captured_run import cut_up
 from models.distribution_steps import DistributionStep
 
@@ -48,3 +49,14 @@ def test_graphs_are_closed_and_give_the_numbers_of_the_plain_step(seed: int) -> 
     for sizes in PARTS if capture.is_exact else PARTS[:1]:
         off = deviation_of_parts(capture, request, leaves, sizes=sizes)
         assert off < LIMIT, (module.terms, module.origins, method, sizes)
+
+
+def test_a_stage_that_reads_what_nothing_gives_it_is_named() -> None:
+    """It ended in a KeyError when it ran, as a forward that asks for a value of the head did."""
+    _, structure = flatten(torch.randn(6, 8))
+    split = capture_step(Request(DistributionStep(1, validates=False), "training_step", structure)).split(())
+    (stage,) = split.stages
+    forward = replace(stage.forward, inputs=(*stage.forward.inputs, "head_eq_2"))
+    assert not open_inputs(split)
+    with pytest.raises(BrokenRouteError, match="stage 0: F reads head_eq_2"):
+        closed(replace(split, stages=(replace(stage, forward=forward),)))

@@ -15,7 +15,7 @@ from lightning_pipe.capture.steps.stage_program import Split
 from lightning_pipe.core.program import Compute, Message, Pass, Program, Recv, Samples, Send
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.runtime.exchanges.mailbox import Letter, Mailbox, PendingReceive
-from lightning_pipe.runtime.exchanges.sized_messages import BothSent, LateReceive, SizedMessage, tensors_of
+from lightning_pipe.runtime.exchanges.sized_messages import SizedMessage, SizedReceive, SizedSend, tensors_of
 from lightning_pipe.runtime.exchanges.slicing import Content, compact, cut, from_tensor, join, packed, to_tensor
 from lightning_pipe.runtime.record import Recorder
 from lightning_pipe.runtime.stage import Ahead, Sends, Stage
@@ -50,7 +50,7 @@ class Exchange:
         self._device = device
         self._mailbox = Mailbox()
         self._sends: deque[tuple[Send, Handle]] = deque()
-        self._late: dict[int, LateReceive] = {}  # by sender: the last receive that had to wait for sizes
+        self._late: dict[int, SizedReceive] = {}  # by sender: the last receive that had to wait for sizes
         self._receiving = 0  # messages that no compute has waited for
         self._is_queued = False  # whether a device may still carry messages that were waited for
         self._program: Program | None = None
@@ -134,7 +134,7 @@ class Exchange:
         sizes = self._transport.send([form.sizes_of(contents)], peer=send.peer) if form.has_sizes else None
         tensors = [packed(content, value) for content, value in zip(contents, form.values, strict=True)]
         handle = self._transport.send(tensors, peer=send.peer)
-        self._sends.append((send, handle if sizes is None else BothSent(sizes, handle)))
+        self._sends.append((send, handle if sizes is None else SizedSend(sizes, handle)))
 
     def _make_room(self) -> Walk[None]:
         """Wait for the oldest sends while more messages are under way than may be beside a compute."""
@@ -154,7 +154,7 @@ class Exchange:
         form, earlier = self._form_of(message, names), self._late.get(receive.peer)
         if form.has_sizes or (earlier is not None and not earlier.is_posted):
             buffers: tuple[torch.Tensor, ...] = ()
-            self._late[receive.peer] = LateReceive(form, self._transport, receive.peer, behind=earlier)
+            self._late[receive.peer] = SizedReceive(form, self._transport, receive.peer, behind=earlier)
             handle: Handle = self._late[receive.peer]
         else:
             buffers = form.buffers()

@@ -76,7 +76,7 @@ class SizedMessage:
         return [packed(buffer, value) for buffer, value in zip(buffers, self.values, strict=True)]
 
 
-class BothSent:
+class SizedSend:
     """The handle of sizes and values that were sent."""
 
     def __init__(self, sizes: Handle, values: Handle) -> None:
@@ -91,7 +91,7 @@ class BothSent:
         return all(handle.landed() for handle in self._handles)
 
 
-class LateReceive:
+class SizedReceive:
     """The handle of a message whose receiving is posted once its sizes, and what comes before it, are known.
 
     Args:
@@ -106,7 +106,7 @@ class LateReceive:
 
     tensors: tuple[torch.Tensor, ...] = ()
 
-    def __init__(self, form: SizedMessage, transport: Transport, peer: int, *, behind: LateReceive | None) -> None:
+    def __init__(self, form: SizedMessage, transport: Transport, peer: int, *, behind: SizedReceive | None) -> None:
         self._form, self._transport, self._peer, self._behind = form, transport, peer, behind
         self._header = torch.tensor(form.no_sizes, dtype=torch.int64, device=form.device)
         self._sizes: Handle | None = None
@@ -150,5 +150,5 @@ class LateReceive:
 
 def tensors_of(letter: Letter) -> tuple[torch.Tensor, ...]:
     """Return the tensors of a letter that has come."""
-    late = isinstance(letter, PendingReceive) and isinstance(letter.handle, LateReceive)
+    late = isinstance(letter, PendingReceive) and isinstance(letter.handle, SizedReceive)
     return letter.handle.tensors if late else letter.tensors  # type: ignore[attr-defined]
