@@ -23,6 +23,7 @@ from lightning_pipe.capture.graphs.kept_traces import KeptTraces, Known, rebuilt
 from lightning_pipe.capture.graphs.request import Request
 from lightning_pipe.capture.graphs.sizes_read import sizes_in_texts
 from lightning_pipe.capture.kept_graphs import KeptGraph
+from lightning_pipe.capture.output.output_functions import output_noted
 from lightning_pipe.capture.python.guards import PythonGuards, guards_of
 from lightning_pipe.capture.python.places import same
 from lightning_pipe.capture.steps.backward_hooks import backward_followed, refuse_hooked_modules
@@ -39,6 +40,7 @@ from lightning_pipe.capture.steps.hazards import (
     no_random_numbers,
     no_seeding,
     random_line,
+    user_line,
 )
 from lightning_pipe.capture.steps.module_tables import tables_restored
 from lightning_pipe.capture.steps.other_ranks import no_collectives, no_training_state
@@ -48,6 +50,7 @@ from lightning_pipe.capture.steps.step_state import warn_of_checkpointed
 from lightning_pipe.capture.steps.trees import branches, found_in
 from lightning_pipe.collection import without_collection
 from lightning_pipe.errors import CaptureError, StepError
+from lightning_pipe.lightning_names import rank_zero_warn
 
 _MOST_IN_A_ROW = 12  # guessed answers at one line, which layers may ask; a loop that waits for one never ends
 _MAX_TRIES = 64
@@ -249,12 +252,18 @@ def _tracing(step: StepFunction, state: dict[str, Any], mode: Any, device: torch
         no_seeding(),
         no_files(),
         sizes_in_texts(),
+        output_noted(_output_of_backward),
     ):
         step.model._device = device
         try:
             yield
         finally:
             step.model._device = own_device
+
+
+def _output_of_backward(path: str, method: str, *args: Any, **kwargs: Any) -> None:
+    """Warn of what Python in a backward prints, such as hooks on tensors: a graph has no such output."""
+    rank_zero_warn(f"What the backward of the step prints{at(user_line(3))} is not shown. capture='replay' shows it.")
 
 
 def _fake_state(step: StepFunction, request: Request, mode: Any) -> dict[str, Any]:

@@ -82,11 +82,11 @@ class NumberOutput(Protocol):
     def answer(self, expression: Any) -> bool | None:
         """Return the answer to a question by which the step outputs alone; None to any other."""
 
-    def check(self) -> None:
-        """Check that a number is not read by a statement that outputs it.
+    def check(self, expression: Any) -> None:
+        """Check that a statement that outputs alone does not read a number that changes in every batch.
 
         Raises:
-            CaptureError: if it is.
+            CaptureError: if it does.
         """
 
 

@@ -48,7 +48,7 @@ class TrackedNumber:
     def pinned(self) -> Any:
         """Return the plain number, and require that it stays."""
         if self.guards.output is not None:
-            self.guards.output.check()
+            self.guards.output.check(self.expression)
         self.guards.pin(self.expression, self.value, self.line())
         return self.value
 
