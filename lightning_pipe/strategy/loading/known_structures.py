@@ -17,6 +17,7 @@ from lightning_pipe.errors import BatchError
 
 UNKNOWN = -1
 _MOST = 256
+_MOST_BYTES = 64 * 2**20  # of all structures: objects in a batch are part of its structure, with their tensors
 _MOST_UNDER_WAY = 3  # batches whose structures were told before they come; Lightning fetches one ahead at most
 
 
@@ -73,7 +74,7 @@ class KnownStructures:
 
     def learn(self, packed_structure: bytes) -> int:
         """Give a structure the next number; on all ranks together."""
-        if len(self._known) == _MOST:
+        if len(self._known) == _MOST or sum(map(len, self._numbers)) > _MOST_BYTES:
             self._numbers.clear()
             self._known.clear()
             self._as_loaded.clear()
