@@ -239,6 +239,9 @@ class Reference:
     module: Blocks
 
 
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
 def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
     """Train by autograd."""
     found = Reference([], [], case.module())
@@ -268,6 +271,9 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
         known = {name: step.state.get(x, {}).get("momentum_buffer") for name, x in module.named_parameters()}
         ways.append({n: torch.zeros_like(versions[t][n]) if way is None else way.clone() for n, way in known.items()})
         total, batch = 0.0, case.batch(t)
+        statistics = {name: x for name, x in module.named_buffers() if name.endswith(RUNNING)}
+        old = {name: x.clone() for name, x in statistics.items()}
+        means = {name: torch.zeros_like(x) for name, x in statistics.items()}
         for place in range(case.count):
             part = tuple(x[SIZE * place : SIZE * (place + 1)] for x in batch)
             chosen = {name: reads.of(name, t, place) for name in versions[t]}
@@ -283,11 +289,16 @@ def by_autograd(case: Case, capture: Capture, reads: Reads) -> Reference:
                 loss = functional_call(whole, given, (part,))
             assert not unmatched()
             total += float(loss.detach()) / case.count
+            for name, x in statistics.items():
+                means[name] = means[name] + x / case.count if x.is_floating_point() else x.clone()
+                x.copy_(old[name])
             gradients = torch.autograd.grad(loss / case.count, [*forward.values()], allow_unused=True)
             for name, gradient in zip(forward, gradients, strict=True):
                 parameter = module.get_parameter(name)
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for name, x in statistics.items():  # once per batch, by the mean over micro-batches
+            x.copy_(means[name])
         found.losses.append(total)
         found.gradients.append({n: x.grad.clone() for n, x in module.named_parameters() if x.grad is not None})
         step.step()
