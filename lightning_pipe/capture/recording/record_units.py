@@ -52,7 +52,7 @@ class Run:
         mutated: parameters and buffers that each unit changed.
         overwritten: outputs that are changed in place, as (unit, number of the output).
         flops: of each unit.
-        tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
+        tail, escapes, changes, trained, loss, is_random, draws: as in `UnitTrace`.
         left: what it has left behind in Python state.
         buffers: content of the buffers that it has changed.
         of_samples: names of those whose content is made of samples.
@@ -88,6 +88,7 @@ class Run:
     sizes: Mapping[Place, tuple[int, ...]]
     repeatable: frozenset[int] = frozenset()
     first_draw: int | None = None
+    draws: tuple[str, ...] = ()
     checkpointed: tuple[str, ...] = ()
 
 
@@ -200,6 +201,7 @@ class UnitRecorder:
             numbers=numbers_said(play.output, play.recording.calls),
             sizes=sizes_said(play.output, play.recording.calls, play.recording.results),
             first_draw=follower.first_draw,
+            draws=tuple(follower.drawn),
             checkpointed=units.checkpointed.names,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))

@@ -278,6 +278,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         if run.reductions is not None and is_proven([(o.samples, o.reductions) for o in runs if o.reductions])
         else None,
         keeping=keeping,
+        draws=tuple(dict.fromkeys(draw for one in runs for draw in one.draws)),
     )
 
 

@@ -177,6 +177,7 @@ class UnitTrace:
             "holds", where backwards wait for its gradients; "speaks", where all that the step says is said by it; ""
             where micro-batches say it.
         mixing: paths of the units that mix samples: they return something else for parts of a batch than for all.
+        draws: what it draws from torch's generators, dropout aside, each with the user's line.
         headless: why there is none for batches that are cut, in words after "since"; "" if there is.
     """
 
@@ -203,3 +204,4 @@ class UnitTrace:
     head: Head = ""
     headless: str = ""
     mixing: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Set
 
 from torch import nn
@@ -16,6 +17,10 @@ from lightning_pipe.lightning_names import (
     rank_zero_warn,
 )
 from lightning_pipe.strategy.steps.captured import Captured
+
+log = logging.getLogger(__name__)
+
+MOST_DRAWS = 3  # that one line names
 
 
 def warn_of_backward_hooks(module: pl.LightningModule) -> None:
@@ -53,6 +58,23 @@ def _mixing(names: Iterable[str]) -> str:
         f"Samples of a batch meet in {', '.join(names)}: it sees micro-batches (or slices) instead of whole batches, "
         "as with gradient accumulation, so results differ a little from those of one device without accumulation."
     )
+
+
+def tell_of_draws(captured: Captured, *, known: Set[str]) -> set[str]:
+    """Log which random numbers of a step are not those of one device.
+
+    Returns:
+        What draws them, in words; what is `known` has been told.
+    """
+    new = [draw for draw in captured.capture.draws if draw not in known]
+    if new:
+        log.info(
+            "%s draws random numbers that are not those of one device with the same seed: %s. To compare runs, draw "
+            "them in the data set, or in a hook such as on_train_batch_start.",
+            captured.request.method,
+            "; ".join(new[:MOST_DRAWS]) + (f"; and {len(new) - MOST_DRAWS} more" if len(new) > MOST_DRAWS else ""),
+        )
+    return {*new}
 
 
 def warn_of_whole_batches(method: str, why: str) -> None:
