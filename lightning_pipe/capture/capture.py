@@ -31,7 +31,7 @@ from lightning_pipe.capture.recording.unit_state import tensors_in
 from lightning_pipe.capture.slicing.accumulated import accumulated, uncut
 from lightning_pipe.capture.slicing.results import LateValue
 from lightning_pipe.capture.stages.assign import Kinds, classify, moved
-from lightning_pipe.capture.stages.graph_draws import graph_draws
+from lightning_pipe.capture.stages.graph_draws import graph_draws, named_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.stages.split import Splitter
 from lightning_pipe.capture.stages.state_once import state_by_parts, state_once
@@ -101,6 +101,11 @@ class Capture:
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.joint.module.graph.nodes))
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Name what the step draws at random, dropout aside, each with the user's line."""
+        return named_draws(self.joint)
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that micro-batches change one after another, to something else than the batch would."""

@@ -216,6 +216,11 @@ def draws(operation: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return not (isinstance(rate, (int, float)) and rate == 0)
 
 
+def drops(name: str) -> bool:
+    """Return whether an operator of this name draws only to drop elements, as layers with a rate do."""
+    return any(word in name for word in ("dropout", "attention", "lstm", "gru", "rnn"))
+
+
 def differentiates(node: fx.Node) -> bool:
     """Return whether a node's operator is the derivative of another, which is linear in the incoming gradient."""
     return operator_name(node).endswith(("_backward", "_backward_data"))

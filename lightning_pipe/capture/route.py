@@ -171,6 +171,11 @@ class Route(Protocol):
         """Return whether the step may draw random numbers of torch."""
         ...
 
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Name what the step draws at random, dropout aside, each with the user's line."""
+        ...
+
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that every micro-batch changes for its samples, but for batch statistics."""
         ...

@@ -20,7 +20,7 @@ from lightning_pipe.capture.graphs.witness import testimony
 from lightning_pipe.capture.operators import is_random
 from lightning_pipe.capture.slicing.sliced_step import ValuesOfBatch, sliced
 from lightning_pipe.capture.stages.assign import classify
-from lightning_pipe.capture.stages.graph_draws import graph_draws
+from lightning_pipe.capture.stages.graph_draws import graph_draws, named_draws
 from lightning_pipe.capture.stages.node_graph import graph_of_nodes
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.steps.stage_program import FIRST_KEY, RandomKey
@@ -46,6 +46,11 @@ class SlicedCapture(Capture):
     def may_draw(self) -> bool:
         """Return whether the step may draw random numbers of torch."""
         return any(map(is_random, self.whole_graph.module.graph.nodes))
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Name what the step draws at random, dropout aside, each with the user's line."""
+        return named_draws(self.whole_graph)
 
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Return nothing: buffers become what the batch makes them."""

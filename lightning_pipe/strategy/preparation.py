@@ -32,6 +32,7 @@ from lightning_pipe.strategy.gradients.post_validation import PostValidation
 from lightning_pipe.strategy.known_steps import KnownSteps
 from lightning_pipe.strategy.plans.batch_cuts import BatchCuts
 from lightning_pipe.strategy.plans.plan_warnings import (
+    tell_of_draws,
     warn_of_buffers_by_parts,
     warn_of_parts_seen,
     warn_of_results_by_parts,
@@ -98,9 +99,7 @@ class Preparation:
         self._planned: PlannedCuts | None = None
         self._held: dict[str, set[int]] = {}  # stages that hold a parameter, as it was placed
         self._shapes = ShapesCaptured()
-        self._warned_results: set[str] = set()  # where they are said
-        self._warned_buffers: set[str] = set()
-        self._warned_seen: set[str] = set()
+        self._warned: set[str] = set()  # results, sub-modules, buffers and draws, in words
 
     @property
     def planned(self) -> PlannedCuts | None:
@@ -238,11 +237,9 @@ class Preparation:
     def _warn_of_buffers_by_replicas(self, step: RankStep) -> None:
         """Warn of buffers that replicas change by their own samples in evaluation, where nothing is averaged."""
         layout, method = self.cuts.planned.layout, step.captured.request.method
-        changed = {
-            n for p in step.split.stages if len(layout.stages[p.stage]) > 1 for n in p.mutations
-        } - self._warned_buffers
+        changed = {n for p in step.split.stages if len(layout.stages[p.stage]) > 1 for n in p.mutations} - self._warned
         if changed:
-            self._warned_buffers |= changed
+            self._warned |= changed
             rank_zero_warn(
                 f"{method} changes {', '.join(sorted(changed))}, each replica of a stage by its own samples: no rank "
                 "has what one device has. Use a torchmetrics object, or give the stage one rank."
@@ -298,13 +295,14 @@ class Preparation:
             self._capture.note_varying(step.varying())
 
     def warn_of_results(self, captured: Captured, samples: int) -> None:
-        """Warn once of each result, and each buffer, that micro-batches change."""
+        """Warn once of each result, and each buffer, that micro-batches change; tell of draws of random numbers."""
+        self._warned |= tell_of_draws(captured, known=self._warned)
         if (count := len(self.cuts.parts(captured.capture, samples))) > 1:
-            self._warned_results |= warn_of_results_by_parts(captured, known=self._warned_results)
+            self._warned |= warn_of_results_by_parts(captured, known=self._warned)
             share = count_by_share(samples, ranks=self.setup.links.control.ranks)
             sizes = self.cuts.sizes(captured.capture, samples)
-            self._warned_seen |= warn_of_parts_seen(captured, sizes=sizes, share=share, known=self._warned_seen)
-            self._warned_buffers |= warn_of_buffers_by_parts(captured, count=count, known=self._warned_buffers)
+            self._warned |= warn_of_parts_seen(captured, sizes=sizes, share=share, known=self._warned)
+            self._warned |= warn_of_buffers_by_parts(captured, count=count, known=self._warned)
 
     def built(self, captured: Captured, cuts: tuple[int, ...] | None = None) -> RankStep:
         """Make a captured step ready to run.

@@ -52,7 +52,7 @@ class Run:
         mutated: parameters and buffers that each unit changed.
         overwritten: outputs that are changed in place, as (unit, number of the output).
         flops: of each unit.
-        tail, escapes, changes, trained, loss, is_random: as in `UnitTrace`.
+        tail, escapes, changes, trained, loss, is_random, draws: as in `UnitTrace`.
         left: what it has left behind in Python state.
         buffers: content of the buffers that it has changed.
         of_samples: names of those whose content is made of samples.
@@ -92,6 +92,7 @@ class Run:
     outputting: frozenset[int] = frozenset()
     repeatable: frozenset[int] = frozenset()
     first_draw: int | None = None
+    draws: tuple[str, ...] = ()
     checkpointed: tuple[str, ...] = ()
 
 
@@ -206,6 +207,7 @@ class UnitRecorder:
             outputs=output_leaves(play.recording.outputs, play.recording.results),
             outputting=frozenset(call.position // 2 for call in play.recording.outputs if call.position % 2),
             first_draw=follower.first_draw,
+            draws=tuple(follower.drawn),
             checkpointed=units.checkpointed.names,
         )
         return run if loss is None or other else replace(run, repeatable=self._repeatable(units, kept))

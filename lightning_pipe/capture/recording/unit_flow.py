@@ -11,6 +11,8 @@ where all samples of the runs give it the same (a maximum that is reached alread
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -19,10 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipe.capture.operators import depends_on_values, draws, makes_constant
+from lightning_pipe.capture.operators import depends_on_values, draws, drops, makes_constant
+from lightning_pipe.capture.python.users_code import is_library
 from lightning_pipe.capture.recording.unit_state import held_by, prefixed_owners, tensors_in
 from lightning_pipe.capture.recording.units import Escape, KeptChange, Source, Sources
-from lightning_pipe.capture.steps.hazards import user_line
+from lightning_pipe.capture.steps.hazards import at, user_line
 from lightning_pipe.capture.steps.module_tables import canonical_names
 from lightning_pipe.capture.torch_private import TorchDispatchMode, has_storage, written_by
 from lightning_pipe.lightning_names import pl
@@ -93,6 +96,7 @@ class Follower(TorchDispatchMode):
         read_past: units that have made, or written to, what glue reads but did not return it.
         flops: of each unit.
         first_draw: how many units had begun when glue drew random numbers first; None if it has not.
+        drawn: random operations, dropout aside, each with the user's line.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -107,6 +111,7 @@ class Follower(TorchDispatchMode):
         self.read_past: set[int] = set()
         self.flops: dict[int, int] = {}
         self.first_draw: int | None = None
+        self.drawn: dict[str, None] = {}
         self._rewritten: dict[Any, int] = {}  # memory of glue -> the last unit that has written to it
         self._names: dict[Any, Source] = {}
         self._outputs: dict[Any, list[tuple[int, int]]] = {}
@@ -144,6 +149,8 @@ class Follower(TorchDispatchMode):
         """Run an operation and note what its results are made of."""
         kwargs = kwargs or {}
         written = written_by(func, args, kwargs)
+        if draws(func, args, kwargs) and not _drops(func):
+            self.drawn[f"{func._opname.removesuffix('_')}{at(user_line(2))}"] = None
         result = self._run(func, args, kwargs, written)
         if not makes_constant(func) and (leaves := self.of_samples.of(tensors_in((args, kwargs)))):
             for tensor in (*tensors_in(result), *written):
@@ -234,6 +241,16 @@ def _state_of(module: pl.LightningModule) -> Iterator[tuple[torch.Tensor, Source
 
 def _leaves(sources: Sources) -> Sources:
     return frozenset(source for source in sources if source[0] == "leaf")
+
+
+def _drops(func: Any) -> bool:
+    """Return whether an operator draws for dropout, which draws like anything else on a host."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        if "dropout" in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return drops(func._opname)
 
 
 def _needs_values(func: Any, args: Any) -> bool:

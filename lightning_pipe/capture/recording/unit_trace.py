@@ -283,6 +283,7 @@ def _described(request: Request, run: Run, others: Sequence[Run], seconds: Seque
         keeping=keeping,
         output=_output_rules(runs),
         outputting=frozenset[int]().union(*(one.outputting for one in runs)),
+        draws=tuple(dict.fromkeys(draw for one in runs for draw in one.draws)),
     )
 
 

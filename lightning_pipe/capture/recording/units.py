@@ -192,6 +192,7 @@ class UnitTrace:
             "holds", where backwards wait for its gradients; "speaks", where all that the step says is said by it; ""
             where micro-batches say it.
         mixing: paths of the units that mix samples: they return something else for parts of a batch than for all.
+        draws: what it draws from torch's generators, dropout aside, each with the user's line.
         headless: why there is none for batches that are cut, in words after "since"; "" if there is.
         output: what is known of its output.
         outputting: units that output something.
@@ -222,3 +223,4 @@ class UnitTrace:
     mixing: tuple[str, ...] = ()
     output: OutputRules = field(default_factory=OutputRules)
     outputting: frozenset[int] = frozenset()
+    draws: tuple[str, ...] = ()

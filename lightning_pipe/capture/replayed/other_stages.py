@@ -40,6 +40,7 @@ def absent_values_printed() -> Iterator[None]:
             stack.enter_context(mock.patch.object(FakeTensor, name, answering(name)))
         yield
 
+
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]  # of the outputs of a unit
 _MOST_FORMS = 4096  # fake tensors that are kept
 

@@ -159,6 +159,12 @@ class Replay:
         """Return True: nobody knows what the Python of the step draws."""
         return True
 
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """Name what the traced runs draw at random, dropout aside, each with the user's line."""
+        in_python = ("numbers of Python's or NumPy's generator",) if self.trace.is_random_in_python else ()
+        return (*self.trace.draws, *in_python)
+
     def buffers_by_parts(self) -> tuple[str, ...]:
         """Name the buffers that units change for the samples of every micro-batch."""
         changed = dict.fromkeys(name for unit in self.trace.units for name in unit.mutations)

@@ -15,9 +15,10 @@ from torch import nn
 from lightning_pipe.capture.python.places import Path
 from lightning_pipe.capture.recording.units import Head, UnitTrace
 from lightning_pipe.capture.steps.batch import Structure
-from lightning_pipe.capture.steps.call_recording import StepRecording, metrics_in
+from lightning_pipe.capture.steps.call_recording import StepRecording
 from lightning_pipe.capture.steps.module_tables import HookTables
 from lightning_pipe.capture.steps.step_state import ModuleState
+from lightning_pipe.capture.torchmetrics_objects import metrics_in
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl
 

@@ -9,10 +9,20 @@ from typing import Any
 import torch
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.operators import draws, is_random
+from lightning_pipe.capture.operators import draws, drops, is_random
+from lightning_pipe.capture.steps.hazards import at
 from lightning_pipe.capture.steps.keyed_random import keyed
 from lightning_pipe.capture.steps.stage_program import RandomKey
 from lightning_pipe.capture.torch_private import TorchDispatchMode, checkpoint_only, operator_name
+
+
+def named_draws(joint: JointGraph) -> tuple[str, ...]:
+    """Name the random operations of a graph, each with the user's line; dropout aside."""
+    random = [node for node in joint.module.graph.nodes if is_random(node) and not drops(operator_name(node))]
+    places = (at((node.meta.get("custom") or {}).get("line", "")) for node in random)
+    return tuple(
+        dict.fromkeys(f"{_plain_name(operator_name(n))}{place}" for n, place in zip(random, places, strict=True))
+    )
 
 
 @contextlib.contextmanager

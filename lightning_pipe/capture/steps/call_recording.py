@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,16 @@ from torch import nn
 from lightning_pipe.capture.output.late_texts import UNKNOWN_TEXT, LateText, LateTexts, joined, late_texts
 from lightning_pipe.capture.output.output_functions import output_noted
 from lightning_pipe.capture.output.printed_tensors import Elsewhere, TooLarge
-from lightning_pipe.capture.python.users_code import is_users
 from lightning_pipe.capture.steps.hazards import TracedNumber, hazard, printed, user_line
-from lightning_pipe.capture.steps.metric_result import Deferred, MetricResult, is_result, value_of_call
+from lightning_pipe.capture.steps.metric_result import (
+    RECORDED,
+    Deferred,
+    MadeCall,
+    MetricResult,
+    MetricValues,
+    copied_result,
+    is_result,
+)
 from lightning_pipe.capture.steps.numbers import sized
 from lightning_pipe.capture.steps.record import (
     STAND_INS,
@@ -45,13 +51,15 @@ from lightning_pipe.capture.steps.record import (
 from lightning_pipe.capture.steps.trees import can_be_told, found_in, leaves_mapped, mapped
 from lightning_pipe.capture.text_fields import MarkedText, index_of
 from lightning_pipe.capture.torch_private import FakeTensor, version_of
-from lightning_pipe.capture.torchmetrics_objects import is_metric, is_metric_or_collection, items_of
+from lightning_pipe.capture.torchmetrics_objects import (
+    PLAIN,
+    is_differentiable,
+    is_metric_or_collection,
+    items_of,
+    metrics_in,
+)
 from lightning_pipe.capture.tracked.tracked_number import is_tracked
 from lightning_pipe.lightning_names import pl
-
-_LOOSE = "loose: "
-_TABLES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric", "_hparams"}
-_RECORDED = ("update", "forward", "compute", "reset")  # of them
 
 
 @dataclass
@@ -59,6 +67,7 @@ class StepRecording:
     """What one run of the step said: calls, and the tensors that must leave the graph.
 
     Attributes:
+        is_graph: whether the run is traced, and its graph is repeated for other batches.
         calls: of `self.log`, metrics and loggers, in their order.
         results: tensors that they, what was returned and what was kept refer to.
         returned: what the step returned.
@@ -76,6 +85,7 @@ class StepRecording:
         printed_tensors: by the references of what was printed, the tensors and how often they had been written to.
     """
 
+    is_graph: bool = False
     calls: list[LogCall | ObjectCall] = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     returned: Any = None
@@ -138,10 +148,7 @@ class StepRecording:
                     raise hazard("a tensor's value is made a text, which leaves the step", user_line())
                 return leaf
             if leaf.is_meta:
-                raise hazard(
-                    "what torch.tensor made of the result of a metric leaves the step (take the result as it is)",
-                    user_line(),
-                )
+                raise copied_result()
             return Ref("loss") if leaf is loss else self.ref(leaf)
 
         kinds = (torch.Tensor, TracedNumber, Deferred, torch.SymInt, torch.SymFloat, torch.SymBool, str)
@@ -181,39 +188,6 @@ class StepRecording:
         return Applied(part.form, (self.lift(part.value), *part.args))
 
 
-def metrics_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the torchmetrics objects of a module by name; those in plain collections and objects behind `_LOOSE`."""
-    found = {name: part for name, part in module.named_modules() if is_metric_or_collection(part)}
-    known = {id(metric) for metric in found.values()}
-    for path, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            if name not in _TABLES and not isinstance(value, _PLAIN):
-                place = f"self.{f'{path}.' * bool(path)}{name}"
-                found |= {f"{_LOOSE}{where}": one for where, one in _loose(value, place) if id(one) not in known}
-    return found
-
-
-def _loose(value: Any, place: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the torchmetrics objects in a collection, or among the attributes of a user's object."""
-    if is_metric_or_collection(value):
-        inside = [(place, value)]
-    elif isinstance(value, nn.Module):
-        return
-    elif isinstance(value, dict):
-        inside = [
-            (f"{place}[{key!r}]", item) for key, item in dict.items(value)
-        ]  # as they are: some note who reads them
-    elif isinstance(value, list):
-        inside = [(f"{place}[{index}]", item) for index, item in enumerate(list.__iter__(value))]
-    elif is_users(type(value)):
-        inside = [(f"{place}.{name}", item) for name, item in getattr(value, "__dict__", {}).items()]
-    else:
-        return
-    for where, item in inside:
-        if is_metric_or_collection(item):
-            yield where, item
-
-
 @contextlib.contextmanager
 def recording_calls(
     module: pl.LightningModule, recording: StepRecording, metrics: Mapping[str, nn.Module] | None = None
@@ -232,7 +206,7 @@ def recording_calls(
         for owner, name, replacement in [
             (module, "log", caller.log),
             (module, "log_dict", caller.log_dict),
-            *((m, method, caller.metric(path, method)) for path, m in recorded.items() for method in _RECORDED),
+            *((m, method, caller.metric(path, method)) for path, m in recorded.items() for method in RECORDED),
         ]:
             stack.enter_context(_shadowed(owner, name, replacement))
         if loggers := getattr(module._trainer, "loggers", None):
@@ -275,7 +249,7 @@ class LoggerStandIn:
         found = getattr(logger, name)
         if callable(found):
             return self._caller.logger(path, name)
-        is_plain = isinstance(found, (*_PLAIN, list, tuple, dict, set))
+        is_plain = isinstance(found, (*PLAIN, list, tuple, dict, set))
         return found if is_plain else LoggerStandIn(f"{path}.{name}", None, self._caller)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -327,10 +301,7 @@ class _Caller:
         self._metrics = metrics
         self._given: list[tuple[dict[str, MetricResult], dict[str, MetricResult], MetricResult]] = []
         self._paths = {id(metric): path for path, metric in metrics.items()}
-        self._own = {
-            path: {name: vars(metric)[name] for name in _RECORDED if name in vars(metric)}
-            for path, metric in metrics.items()
-        }
+        self._values = MetricValues(metrics, is_graph=recording.is_graph)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         self._log(name, value, args, kwargs)
@@ -347,41 +318,30 @@ class _Caller:
         """Return what stands for a method of a metric."""
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            line = user_line()
-            if path.startswith(_LOOSE):
-                where = path.removeprefix(_LOOSE)
-                what = "a torchmetrics object that is no sub-module (nn.ModuleDict holds some)"
-                raise hazard(f"it calls {method}() of {where}, {what}", line)
+            line, metric = user_line(), self._metrics[path]
             values, named = tuple(map(self._lift, args)), {name: self._lift(value) for name, value in kwargs.items()}
             self._recording.calls.append(MetricCall(path, method, values, named, line))
+            compute = self._values.of(MadeCall(metric, method, args, kwargs, line))
             if method in ("update", "reset"):
                 return None
-            said, metric = MetricValue(len(self._recording.calls) - 1), self._metrics[path]
+            said = MetricValue(len(self._recording.calls) - 1)
             if isinstance(metric, torchmetrics.MetricCollection):
-                return self._entries(metric, said, line)
-            what, compute = "the value of a torchmetrics object", None
-            if method == "compute":
-                what = "what a torchmetrics object has accumulated"
-            elif (
-                is_metric(metric)
-                and metric.is_differentiable is not False
-                and not any(map(is_metric, metric.children()))
-            ):
-                compute = partial(value_of_call, metric, self._own[path], args, kwargs)
-            result = MetricResult.of(said, line, what=what, compute=compute)
+                return self._entries(metric, MetricResult.of(said, compute))
+            is_trained = method == "forward" and is_differentiable(metric)
+            result = MetricResult.of(said, compute, is_differentiable=is_trained)
             result.items = items_of(metric)
             return result
 
         return record
 
-    def _entries(self, metrics: torchmetrics.MetricCollection, said: MetricValue, line: str) -> dict[str, MetricResult]:
+    def _entries(self, metrics: torchmetrics.MetricCollection, whole: MetricResult) -> dict[str, MetricResult]:
         """Return what a call of a collection gives: an entry of every metric, by its name."""
-        what = "the value of a torchmetrics object"
-        entries = {
-            str(name): MetricResult.of(Applied(operator.getitem, (said, name)), line, what=what)
-            for name in metrics.keys(keep_base=False)
-        }
-        self._given.append((entries, {**entries}, MetricResult.of(said, line, what=what)))
+
+        def entry(name: str) -> MetricResult:
+            return MetricResult.of(Applied(operator.getitem, (whole.said, name)), lambda: whole.value()[name])
+
+        entries = {str(name): entry(str(name)) for name in metrics.keys(keep_base=False)}
+        self._given.append((entries, {**entries}, whole))
         return entries
 
     def logger(self, path: str, method: str) -> Callable[..., _Nothing]:

@@ -127,7 +127,7 @@ class StepFunction(nn.Module):
         self._vector = self.get_buffer(NUMBERS)
         path = _ModulePath(module)
         observer = Observer(self.answers, path.current, numbers=self._vector)
-        recording = StepRecording()
+        recording = StepRecording(is_graph=True)
         state = self.state = StepState(module, self.reads)
         self.current = observer
         identity = self.identity if self.runs == 1 else None

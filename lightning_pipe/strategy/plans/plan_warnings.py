@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence, Set
 
 from torch import nn
@@ -15,6 +16,10 @@ from lightning_pipe.lightning_names import (
 )
 from lightning_pipe.planner.candidates.microbatch_share import LEAST_SHARE
 from lightning_pipe.strategy.steps.captured import Captured
+
+log = logging.getLogger(__name__)
+
+MOST_DRAWS = 3  # that one line names
 
 
 def warn_of_backward_hooks(module: pl.LightningModule) -> None:
@@ -56,6 +61,23 @@ def _with_class(module: nn.Module, name: str) -> str:
     """Return the path of a sub-module behind the name of its class; another name as it is."""
     owner = dict(module.named_modules()).get(name)
     return name if owner is None else f"{type(owner).__name__} {name}"
+
+
+def tell_of_draws(captured: Captured, *, known: Set[str]) -> set[str]:
+    """Log which random numbers of a step are not those of one device.
+
+    Returns:
+        What draws them, in words; what is `known` has been told.
+    """
+    new = [draw for draw in captured.capture.draws if draw not in known]
+    if new:
+        log.info(
+            "%s draws random numbers that are not those of one device with the same seed: %s. To compare runs, draw "
+            "them in the data set, or in a hook such as on_train_batch_start.",
+            captured.request.method,
+            "; ".join(new[:MOST_DRAWS]) + (f"; and {len(new) - MOST_DRAWS} more" if len(new) > MOST_DRAWS else ""),
+        )
+    return {*new}
 
 
 def warn_of_whole_batches(method: str, why: str) -> None:

@@ -39,6 +39,7 @@ from lightning_pipe.capture.steps.record import (
     StepRecord,
 )
 from lightning_pipe.capture.steps.trees import found_in, mapped
+from lightning_pipe.capture.torchmetrics_objects import metric_at
 from lightning_pipe.capture.tracked.number_expressions import Situation, evaluate
 from lightning_pipe.errors import PipelineError
 from lightning_pipe.lightning_names import pl, rank_zero_warn
@@ -105,7 +106,7 @@ def replay(
             case Computed(expression):
                 return evaluate(expression, situation)
             case MetricRef(path):
-                return module.get_submodule(path)
+                return metric_at(module, path)
             case MetricValue(call):
                 return results[call]
 
@@ -143,7 +144,7 @@ def _make(call: LogCall | ObjectCall, real: Any, module: pl.LightningModule) -> 
             log(real(value), **real(kwargs))
             return None
         case MetricCall(path, method, args, kwargs):
-            return getattr(module.get_submodule(path), method)(*real(args), **real(kwargs))
+            return getattr(metric_at(module, path), method)(*real(args), **real(kwargs))
         case LoggerCall(path, method, args, kwargs):
             number, *attributes = path.split(".")
             if attributes and not module.trainer.is_global_zero:  # who has no experiment
