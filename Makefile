@@ -22,7 +22,7 @@ export OMP_NUM_THREADS := 1
 # processes that tests start find compiled what others have imported
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu wheels lint docs clean
+.PHONY: demo test test-slow projects test-gpu wheels lint docs clean
 
 demo: $(INSTALLED) ## Train a small GPT that does not fit as data parallel training; then compare memory and time.
 	$(BIN)/python -m benchmarks.demo
@@ -32,6 +32,9 @@ test: $(INSTALLED) ## Run every test that needs no accelerator, but for the slow
 
 test-slow: $(INSTALLED) ## Run the slow tests: planning and fits of long models, more random steps.
 	$(BIN)/python -m pytest -m "slow and not gpu" -n $(WORKERS) --timeout 900 $(ARGS)
+
+projects: ## Train other projects by their own entry points, each in an environment of its own (NAME=darts: that one).
+	cd tests && $(PYTHON) -m third_party.environments $(NAME)
 
 test-gpu: export PYTEST_ADDOPTS := $(ARGS)
 # GPU_PYTHON=python3 names an interpreter that has torch with CUDA: no virtual environment is made, nothing downloaded

@@ -532,3 +532,70 @@ def test_an_evaluation_has_no_loss_and_its_metrics_and_logs_are_the_tail():
     assert [u.path for u in trace.units] == ["a", "b"]
     assert trace.tail == unit(0, 1) | leaf(1)
     assert (trace.loss, trace.trained, trace.units[0].backward_s) == (None, NOTHING, 0.0)
+
+
+class WithoutLength(tuple):
+    """A collection of the user's that has no length (e3nn's irreps have items of this kind)."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_collection_without_length_is_state_like_any_other():
+    class Net(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds = WithoutLength([torch.ones(4)])
+
+        def training_step(self, batch, batch_idx):
+            (scale,) = iter(self.kinds)
+            return self.error(self.b(self.a(batch[0]) * scale), batch[1])
+
+    assert len(traced(Net()).units) == len(traced(Plain()).units)
+
+
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 64)
+
+    def forward(self, data):
+        data["lengths"] = self.inner(data["places"] @ data["cell"])
+        return data
+
+
+class Energy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 1)
+
+    def forward(self, data):
+        data["energy"] = self.inner(torch.tanh(data["lengths"])).sum()
+        return data
+
+
+class Forces(nn.Module):
+    """An energy and its gradients, as potentials of molecules have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths, self.energy = Lengths(), Energy()
+
+    def forward(self, places):
+        with torch.enable_grad():
+            data = {"places": places.detach().requires_grad_(), "cell": torch.eye(4, requires_grad=True)}
+            data = self.energy(self.lengths(data))  # which pass their inputs on
+            inputs = [data["places"], data["cell"]]
+            return torch.autograd.grad(data["energy"], inputs, create_graph=True)[0]
+
+
+def test_sub_modules_through_which_their_parent_differentiates_are_one_unit():
+    class Net(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.potential = Forces()
+
+        def training_step(self, batch, batch_idx):
+            return self.error(self.a(self.potential(batch[0])), batch[1])
+
+    assert [unit.path for unit in traced(Net()).units] == ["potential", "a", "c"]

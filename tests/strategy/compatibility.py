@@ -37,7 +37,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from strategy import optimizer_kinds as kinds
 from strategy.compat_project import CLASSES, Data, Named, Net, Stream, fit, loader, tensors
-from third_party.projects import SEEN
+from third_party import table
+from third_party.modules import SEEN
 
 Run = Callable[..., Any]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -139,6 +140,11 @@ def resume(trainer: pl.Trainer, module: pl.LightningModule, folder: str) -> None
     trainer.save_checkpoint(f"{folder}/resume.ckpt")
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, loader(), loader(), ckpt_path=f"{folder}/resume.ckpt")
+
+
+def weighted(self: Net, batch: Any) -> torch.Tensor:
+    """Weigh classes by a tensor of the default dtype, which the precision plug-in sets for the step."""
+    return F.cross_entropy(self(batch[0].double()), batch[1], weight=torch.linspace(0.3, 1.1, CLASSES))
 
 
 def scaled(scale: float) -> dict[str, Any]:
@@ -521,6 +527,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             refused="sync_batchnorm=True replaces backbone.3 (BatchNorm)",
         ),
         Row("precision='64-true'", {"precision": "64-true"}),
+        Row("precision='64-true' and torch.linspace in a step", {"precision": "64-true"}, changed(loss=weighted)),
         Row("precision='32-true'", {"precision": "32-true"}, changed(configure_model=lambda self: self.float()),
             tolerance=1e-5, note="Rounding of float32."),
         Row("precision='bf16-mixed'", {"precision": "bf16-mixed"}, tolerance=5e-2, note="Rounding of bfloat16."),
@@ -707,20 +714,41 @@ def page() -> str:
 
 
 def _projects() -> list[str]:
-    """Return the part of the page about modules of other projects, which `tests/third_party` trains."""
+    """Return the part of the page about other projects, which `tests/third_party` trains."""
     lines = [
         "",
-        "## Projects",
+        "## Projects by their own entry points",
+        "",
+        "`make projects` trains each of these PyPI projects by its own fit function, command or configuration, in an",
+        "environment of its own (`make projects NAME=darts` trains one of them). Only the strategy differs between",
+        "runs. Losses of at least ten steps, logged values, weights, and what the project's own predict or reload",
+        "then returns are compared with one device: *equal* is a largest relative difference below 1e-6 in float64,",
+        "1e-4 in float32. The last column has the seconds from `fit` to the end of the first step: on one device, by",
+        f"default, with the layout. Two CPU ranks, {table.SEEN_ON}.",
+        "",
+        "chemprop's command has no option for the strategy; Lightning's own variable `PL_TRAINER_STRATEGY=dapple` has.",
+        "finetuning-scheduler wants `allow_untested=True` for strategies that it does not know.",
+        "",
+        '| project | entry point | default options | `layout="1-1"` | first step |',
+        "|---|---|---|---|---|",
+        *(f"| {' | '.join(_entry(project))} |" for project in table.PROJECTS.values()),
+        "",
+        "## Modules of projects",
         "",
         "Each of these PyPI projects has a module, its own or one written around its model, that trains 20 steps on",
         "two stages as on one device (`tests/third_party`, with the extra `projects`). The last column is the largest",
-        "relative difference of a weight or logged value (2026-11-22, a 2-core CPU, torch 2.13, Lightning 2.6.6). It",
-        "is 0 where a batch cannot be cut: the second stage then runs the whole batch after the first.",
+        "relative difference of a weight or logged value (2026-11-22, a 2-core CPU, torch 2.13, Lightning 2.6.6).",
         "",
         "| project | field | largest difference |",
         "|---|---|---|",
     ]
     return lines + [f"| {' | '.join(seen)} |" for seen in SEEN.values()]
+
+
+def _entry(project: table.Project) -> tuple[str, ...]:
+    seconds = (project.first_step_s, *(seen.first_step_s for seen in project.seen.values()))
+    times = ", ".join("–" if value is None else f"{value:g}" for value in seconds)  # noqa: RUF001
+    return project.release, project.entry, *map(str, project.seen.values()), times
 
 
 if __name__ == "__main__":

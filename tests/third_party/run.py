@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from third_party.projects import PROJECTS, SINGLE
+from third_party.modules import PROJECTS
 
 STEPS = 20
 
@@ -36,7 +36,7 @@ def train(name: str, *, pipeline: bool, microbatches: int) -> dict[str, torch.Te
     torch.manual_seed(0)
     random.seed(0)  # a forked process has a random state of its own
     np.random.seed(0)
-    torch.set_default_dtype(torch.float32 if name in SINGLE else torch.float64)
+    torch.set_default_dtype(torch.float64)
     module, data = PROJECTS[name]()
     options: dict[str, Any] = {
         "accelerator": "cpu", "devices": 2 if pipeline else 1, "max_steps": STEPS, "logger": False,

@@ -199,6 +199,7 @@ def _exported(
     _compare_runs(step)
     warn_of_checkpointed(request.method, step.checkpointed.names)
     guards = _guards(step, request)
+    _write_dtypes(module.graph)
     joint = describe(
         module,
         step,
@@ -209,6 +210,22 @@ def _exported(
         guards=guards,
     )
     return joint if traces is None else traces.keep(joint)
+
+
+def _write_dtypes(graph: torch.fx.Graph) -> None:
+    """Give operations that make tensors their dtype: the step's context sets the default; the graph runs outside it."""
+    for node in graph.nodes:
+        made = node.meta.get("val")
+        is_made = isinstance(node.target, private.OpOverload) and isinstance(made, torch.Tensor)
+        if is_made and made.is_floating_point() and not any(_is_floating(source) for source in node.all_input_nodes):
+            arguments = [argument.name for argument in node.target._schema.arguments]
+            if "dtype" in arguments[len(node.args) :] and node.kwargs.get("dtype") is None:
+                node.update_kwarg("dtype", made.dtype)
+
+
+def _is_floating(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _asked(request: Request, answers: tuple[bool, ...]) -> tuple[Any, ...]:

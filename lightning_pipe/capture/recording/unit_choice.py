@@ -146,6 +146,12 @@ def choose(
         opened |= {max(largest, key=largest.__getitem__)}
 
 
+def around(call: UnitCall, chosen: frozenset[str]) -> frozenset[str]:
+    """Return the paths of the calls inside which units are called."""
+    inner = frozenset[str]().union(*(around(one, chosen) for one in call.inner if one.path not in chosen))
+    return inner | {call.path} if inner or any(one.path in chosen for one in call.inner) else inner
+
+
 def _is_glue(calls: list[UnitCall], root: UnitCall) -> bool:
     longest = max(call.seconds for call in calls)
     return not calls[0].parameters and longest <= max(_GLUE_SHARE * root.seconds, _GLUE_S)

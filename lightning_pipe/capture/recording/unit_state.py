@@ -44,7 +44,7 @@ def tensors_in(value: Any, *, objects: bool = False, depth: int = 0) -> Iterator
     items = _items(value)
     if items is None and objects and depth < _DEEPEST:
         items, depth = _held_by(value), depth + 1
-    for item in items or ():
+    for item in () if items is None else items:  # a collection may have no length
         yield from tensors_in(item, objects=objects, depth=depth)
 
 

@@ -11,8 +11,8 @@
    micro-batches is combined.
 
 A unit past which glue reads (it keeps a tensor in an attribute, or glue differentiates through it) is opened, and the
-step is followed again. Afterwards the module is as it was: parameters, buffers, attributes, gradients, and all random
-generators.
+step is followed again; units between which it cannot be followed become one. Afterwards the module is as it was:
+parameters, buffers, attributes, gradients, and all random generators.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 from lightning_pipe.capture.graphs.request import Request, takes_all_samples
 from lightning_pipe.capture.recording.record_units import HALF, Run, UnitRecorder
 from lightning_pipe.capture.recording.replay_state import is_inside, same_content, same_left
-from lightning_pipe.capture.recording.unit_choice import UnitCall, choose, faster, units_of
+from lightning_pipe.capture.recording.unit_choice import UnitCall, around, choose, faster, units_of
 from lightning_pipe.capture.recording.unit_inputs import GlueTrial, by_microbatch, head_of, without_head
 from lightning_pipe.capture.recording.unit_loss import combine_of, is_proven
 from lightning_pipe.capture.recording.unit_state import ModuleSnapshot, left_as_it_was, uncut_object
@@ -203,10 +203,19 @@ def _with_glue(runner: UnitRecorder, trace: UnitTrace, kept: ModuleSnapshot) -> 
 def _separated(
     runner: UnitRecorder, tree: UnitCall, parts: int, kept: ModuleSnapshot, opened: frozenset[str]
 ) -> tuple[frozenset[str], Run]:
-    """Choose units that glue does not read past, none of them opened, and follow the step once with them."""
-    hooked = frozenset(hooked_modules(runner.request.module))
-    while chosen := choose(tree, parts, opened, closed=hooked):
-        run = runner.followed(chosen, kept)
+    """Choose units that glue does not read past, none of them opened, and follow the step once with them.
+
+    Units between which the step cannot be followed, as it differentiates through several of them, become one.
+    """
+    closed = frozenset(hooked_modules(runner.request.module))
+    while chosen := choose(tree, parts, opened, closed=closed):
+        try:
+            run = runner.followed(chosen, kept)
+        except CaptureError:
+            if (outside := around(tree, chosen)) <= closed:
+                raise
+            closed |= outside
+            continue
         if not run.read_past:
             if runner.request.method == "training_step":
                 check_hooked_units(runner.request.module, chosen)

@@ -1,4 +1,4 @@
-"""Modules of third-party projects, each with a loader: what their users train, small.
+"""Modules of third-party projects that users train by a Trainer of their own, each with a loader, small.
 
 Every function imports its project, so that one that is not installed costs nothing. Dropout is off: its random numbers
 are keyed by micro-batch here, and drawn in one stream on one device.
@@ -10,21 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 Made = tuple[Any, Any]  # a LightningModule and a loader
-
-
-def _series(rows: int = 400) -> Any:
-    import pandas as pd
-
-    random = np.random.default_rng(0)
-    time = np.tile(np.arange(rows // 4), 4)
-    values = np.sin(time / 5) + random.normal(scale=0.1, size=rows)
-    return pd.DataFrame({"time": time, "group": np.repeat(list("abcd"), rows // 4), "value": values})
 
 
 def _tensors(*shapes: tuple[int, ...], classes: int | None = None, batch_size: int = 8) -> DataLoader:
@@ -55,34 +45,6 @@ def _user_module(model: nn.Module, step: Callable[[nn.Module, Any], torch.Tensor
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     return Users()
-
-
-def gluonts() -> Made:
-    from gluonts.torch.model.simple_feedforward.lightning_module import SimpleFeedForwardLightningModule
-
-    module = SimpleFeedForwardLightningModule(
-        {"prediction_length": 4, "context_length": 16, "hidden_dimensions": [32, 32]}
-    )
-    names = ["past_target", "future_target", "future_observed_values"]
-    random = torch.Generator().manual_seed(1)
-    rows = [
-        {name: torch.randn(length, generator=random) for name, length in zip(names, (16, 4, 0), strict=True)}
-        for _ in range(64)
-    ]
-    for row in rows:
-        row["future_observed_values"] = torch.ones(4)
-    return module, DataLoader(rows, 8)
-
-
-def neuralforecast() -> Made:
-    from neuralforecast.models import NHITS
-    from neuralforecast.tsdataset import TimeSeriesDataModule, TimeSeriesDataset
-
-    frame = _series().rename(columns={"group": "unique_id", "time": "ds", "value": "y"})
-    data, *_ = TimeSeriesDataset.from_df(frame)
-    module = NHITS(h=4, input_size=16, max_steps=20, windows_batch_size=None, mlp_units=3 * [[16, 16]])
-    loader = TimeSeriesDataModule(data, batch_size=4, drop_last=False, shuffle_train=False).train_dataloader()
-    return module, loader
 
 
 def litgpt() -> Made:
@@ -172,18 +134,6 @@ def pytorch_metric_learning() -> Made:
     return _user_module(Net(), lambda m, batch: m.loss(m.net(batch[0]), batch[1])), _tensors((64, 8), classes=4)
 
 
-def pytorch_forecasting() -> Made:
-    from pytorch_forecasting import DecoderMLP, TimeSeriesDataSet
-    from pytorch_forecasting.metrics import QuantileLoss
-
-    data = TimeSeriesDataSet(
-        _series(), time_idx="time", target="value", group_ids=["group"], max_encoder_length=16,
-        max_prediction_length=4, time_varying_known_reals=["time"], target_normalizer=None,
-    )  # fmt: skip
-    module = DecoderMLP.from_dataset(data, hidden_size=16, n_hidden_layers=3, dropout=0.0, loss=QuantileLoss())
-    return module, data.to_dataloader(train=True, batch_size=8, shuffle=False)
-
-
 def mlp_mixer_pytorch() -> Made:
     from mlp_mixer_pytorch import MLPMixer
 
@@ -204,21 +154,15 @@ def tab_transformer_pytorch() -> Made:
     return _user_module(model, step), DataLoader(TensorDataset(kinds, numbers, labels), 8)
 
 
-SINGLE = {"neuralforecast", "pytorch_forecasting"}
-"""Projects whose own data are float32; all others train in float64."""
-
 PROJECTS: dict[str, Callable[[], Made]] = {
     make.__name__: make
     for make in (
-        gluonts, neuralforecast, litgpt, pytorch_lifestream, torch_geometric, monai, x_transformers, pytorch_tcn,
-        pytorch_metric_learning, pytorch_forecasting, mlp_mixer_pytorch, tab_transformer_pytorch,
+        litgpt, pytorch_lifestream, torch_geometric, monai, x_transformers, pytorch_tcn, pytorch_metric_learning,
+        mlp_mixer_pytorch, tab_transformer_pytorch,
     )
 }  # fmt: skip
 
 SEEN = {
-    "gluonts": ("gluonts 0.17.0", "forecasting", "3.7e-16"),
-    "neuralforecast": ("neuralforecast 3.3.0", "forecasting", "0"),
-    "pytorch_forecasting": ("pytorch-forecasting 1.8.0", "forecasting", "0"),
     "pytorch_lifestream": ("pytorch-lifestream 0.7.0", "sequences of events", "1.1e-16"),
     "litgpt": ("litgpt 0.5.13", "language", "1.9e-12"),
     "x_transformers": ("x-transformers 2.31.10", "language", "2.0e-14"),
