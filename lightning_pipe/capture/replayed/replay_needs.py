@@ -12,8 +12,9 @@ and the tensors of the batch of which the same are made, and has the parameters 
 this glue. What it is not given it need not compute: fake tensors go through the glue in its place.
 
 Cuts are impossible where a stage would need a unit that comes after it, or one whose outputs have a shape that only
-the unit's owner knows, unless batches are not cut, whose messages bring their sizes (`unit_sizes`); and between units,
-or glue, that use state which the step changes (a BatchNorm that is called twice), since each stage would have its own.
+the unit's owner knows, unless batches are not cut, whose messages bring their sizes (`replay_values`). They are
+impossible, too, between units, or glue, that use state which the step changes (a BatchNorm that is called twice), since
+each stage would have its own.
 
 Legend: k, r units; a position p puts units 0..p-1 before a cut.
 """

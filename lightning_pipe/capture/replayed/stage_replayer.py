@@ -29,10 +29,9 @@ from lightning_pipe.capture.recording.unit_loss import reductions
 from lightning_pipe.capture.replayed.module_scope import Slot, TrainedParameters, hung, keyed, slots_of
 from lightning_pipe.capture.replayed.other_stages import OtherStages, absent_values_printed
 from lightning_pipe.capture.replayed.output_words import inside_units
-from lightning_pipe.capture.replayed.replay_values import finish, tensors_in
+from lightning_pipe.capture.replayed.replay_values import UnitSizes, finish, sizes_of_tensor, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec, Tensors
 from lightning_pipe.capture.replayed.step_run import StepRun
-from lightning_pipe.capture.replayed.unit_sizes import UnitSizes, sizes_of_tensor
 from lightning_pipe.capture.steps.batch import with_rows
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.hazards import Answerer

@@ -124,7 +124,7 @@ class PlayedStep:
         trace: its units.
         device: where it runs.
         has_backward: whether gradients are made.
-        sizes_travel: whether stages tell each other how large is what units return (`unit_sizes`).
+        sizes_travel: whether stages tell each other how large is what units return (`replay_values`).
     """
 
     module: pl.LightningModule

@@ -23,9 +23,8 @@ from lightning_pipe.capture.recording.checkpoint_depth import CheckpointDepth
 from lightning_pipe.capture.recording.unit_inputs import Untouched, row_sums
 from lightning_pipe.capture.replayed.module_scope import seed
 from lightning_pipe.capture.replayed.other_stages import OtherStages
-from lightning_pipe.capture.replayed.replay_values import filled, replaced, size_of, tensors_in
+from lightning_pipe.capture.replayed.replay_values import UnitSizes, filled, have_form, replaced, size_of, tensors_in
 from lightning_pipe.capture.replayed.stage_spec import Tensors
-from lightning_pipe.capture.replayed.unit_sizes import UnitSizes, have_form
 from lightning_pipe.capture.steps.call_recording import StepRecording, recording_calls
 from lightning_pipe.capture.steps.other_ranks import no_collectives
 from lightning_pipe.capture.steps.stage_program import RandomKey

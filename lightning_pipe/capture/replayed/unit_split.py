@@ -31,10 +31,16 @@ from lightning_pipe.capture.replayed.replay_head import (
     state_values,
 )
 from lightning_pipe.capture.replayed.replay_needs import StageNeeds, compared_units, head_needs, needs_of
-from lightning_pipe.capture.replayed.replay_values import LOSS, leaf_size, size_of
+from lightning_pipe.capture.replayed.replay_values import (
+    LOSS,
+    leaf_size,
+    size_of,
+    sizes_as_tensor,
+    sizes_name,
+    sizes_value,
+)
 from lightning_pipe.capture.replayed.stage_replayer import StageReplayer
 from lightning_pipe.capture.replayed.stage_spec import BatchContext, PlayedStep, StageSpec
-from lightning_pipe.capture.replayed.unit_sizes import sizes_as_tensor, sizes_name, sizes_value
 from lightning_pipe.capture.steps.stage_program import Combine, Half, Split, StageProgram, Value
 from lightning_pipe.core.program import Bucket, Edge, HeadTraffic, Pass, Traffic
 from lightning_pipe.lightning_names import rank_zero_warn
