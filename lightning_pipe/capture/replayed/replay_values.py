@@ -1,8 +1,8 @@
 """Structure of the values that units return: tensors whose shapes follow from the number of samples.
 
 The samples of a batch that is not cut need not tell how large what is made of it is: graphs have nodes, texts have
-tokens. There each stage tells the next one the sizes of what all units before it return (`UnitSizes`). What a stage is given
-comes with its sizes (`runtime.exchanges.sized_messages`); fake tensors of the other sizes go through glue.
+tokens. There each stage tells the next one the sizes of what all units before it return (`UnitSizes`). What a stage is
+given comes with its sizes (`runtime.exchanges.sized_messages`); fake tensors of the other sizes go through glue.
 """
 
 from __future__ import annotations
