@@ -9,6 +9,7 @@ import io
 import logging
 import re
 import sys
+import sysconfig
 import warnings
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from tqdm import tqdm
 
+from lightning_pipe.capture.output.output_functions import output_noted
 from lightning_pipe.strategy.steps.step_capture import StepCapture
 from ranks.world import World
 from strategy.small import Small, loader, run
@@ -150,3 +152,16 @@ def test_sub_modules_print_for_the_whole_batch(options: dict[str, Any]) -> None:
     out, _, _ = output("InParts", None)
     first, *_ = World(ranks_of(options)).run(output, "InParts", options)
     assert lines(first[0]) == lines(out) and len(lines(out)) == 30
+
+
+def test_a_warning_of_a_package_is_no_output_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python shows it in the first run alone: a trace compares what two runs output."""
+    source = "import warnings\ndef warn():\n    warnings.warn('of a package')\n"
+    package: dict[str, Any] = {"__name__": "a_package"}
+    exec(compile(source, f"{sysconfig.get_paths()['purelib']}/a_package.py", "exec"), package)
+    noted: list[Any] = []
+    with warnings.catch_warnings(), output_noted(lambda *arguments, **_: noted.append(arguments)):
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)  # which pytest takes over
+        package["warn"]()
+    assert not noted and "of a package" in capsys.readouterr().err

@@ -53,6 +53,7 @@ class _Functions:
 
     def __init__(self, note: Note) -> None:
         self._note, self._thread = note, get_ident()
+        self._is_passing = False  # whether output of others is under way: it ends in streams
         self._streams = {name: getattr(sys, name) for name in _STREAMS}
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
@@ -67,7 +68,16 @@ class _Functions:
 
     def notes(self, frame: types.FrameType, *, of_packages: bool = True) -> bool:
         """Return whether output that code of a frame makes is that of the step."""
-        return get_ident() == self._thread and _is_of_step(frame, of_packages=of_packages)
+        is_here = get_ident() == self._thread and not self._is_passing
+        return is_here and _is_of_step(frame, of_packages=of_packages)
+
+    def _pass(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Let others output: a warning that Python shows once would else be output of the first run alone."""
+        is_outer, self._is_passing = not self._is_passing, True
+        try:
+            function(*args, **kwargs)
+        finally:
+            self._is_passing = not is_outer
 
     def note(self, path: str, method: str, *args: Any, **kwargs: Any) -> None:
         """Note a call."""
@@ -89,7 +99,7 @@ class _Functions:
     def _handling(self) -> Callable[..., None]:
         def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
             if not self.notes(sys._getframe(1), of_packages=False):
-                _HANDLE(logger, record)
+                self._pass(_HANDLE, logger, record)
                 return
             error = logging.Formatter().formatException(record.exc_info) if record.exc_info else None
             place = (record.levelno, record.pathname, record.lineno, record.funcName, error)
@@ -101,7 +111,7 @@ class _Functions:
         frame: types.FrameType | None = sys._getframe(1)
         assert frame is not None, "this is called"
         if not self.notes(frame, of_packages=False):
-            _WARN(message, category, stacklevel + 1, *args, **kwargs)
+            self._pass(_WARN, message, category, stacklevel + 2, *args, **kwargs)
             return
         for _ in range(stacklevel - 1):
             frame = frame if frame is None else frame.f_back
