@@ -110,7 +110,7 @@ def _refused_options() -> list[str]:
     fitted = [contestant.options for section in NAMES for contestant in contestants(*section).values()]
     counted = [case.contestant.options for case in CASES.values()]
     refused = list[str]()
-    for options in (*fitted, *counted, {"memory_limit": "100B"}):
+    for options in (*fitted, *counted, {"memory_limit": "100kB"}):
         try:
             DappleStrategy(**(options or {}))
         except ConfigError as error:

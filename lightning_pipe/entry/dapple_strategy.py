@@ -188,11 +188,19 @@ def _decide(package: str) -> None:
     from lightning_pipe.strategy.strategy import PipelineStrategy
 
     DappleStrategy.__bases__ = (PipelineStrategy,)
+    _Forgetful.register(type("_Unlike", (), {}))
     for strategy in list(_undecided):
         arguments = vars(strategy).pop(_ARGUMENTS)
         vars(strategy).pop("parallel_devices")  # a property from now on
         PipelineStrategy.__init__(strategy, strategy.config, **arguments)
     _undecided.clear()
+
+
+class _Forgetful(ABC):  # noqa: B024
+    """Make all abstract classes forget whom they have found to be none of theirs, as every registration does.
+
+    Lightning asks whether a strategy is parallel before it is: gradients would be summed in every batch of a window.
+    """
 
 
 def accept_in(strategies: Any) -> None:

@@ -326,7 +326,7 @@ def refused(kind: type[Small], options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (Small, {"layout": "2", "microbatches": 1, "planner": "uniform"}, "at least two stages"),
+        (Small, {"layout": "2", "microbatches": 1, "planner": "uniform"}, "data parallel training"),
         (Tied, {"plan": TIED}, "trained by several stages"),
     ],
 )
