@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,9 @@ class Saves(pl.Callback):
 
 
 def plan_of(stages: int, count: int, folder: Path) -> str:
-    """Return a plan that cuts a chain between all factors."""
+    """Write a plan that cuts a chain between all factors; every rank calls this, so each writes a file of its own."""
     at = "".join(f"- {{at: '{'' if s == 0 else f'mul_{s}'}', ranks: [{s}]}}\n" for s in range(stages))
-    (path := folder / "plan.yaml").write_text(f"stages:\n{at}microbatches: {count}\nschedule: 1f1b\n")
+    (path := folder / f"plan_{os.getpid()}.yaml").write_text(f"stages:\n{at}microbatches: {count}\nschedule: 1f1b\n")
     return str(path)
 
 
