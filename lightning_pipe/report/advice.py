@@ -91,8 +91,10 @@ def _sentences(situation: PlanSituation) -> Iterator[str]:
     if situation.idle_ranks:
         yield _idle_ranks(situation)
     if situation.idle_stages and layout:
+        is_single = len(situation.idle_stages) == 1
+        stages = f"{'Stage' if is_single else 'Stages'} {numbers_text(situation.idle_stages)}"
         yield (
-            f"Stages {numbers_text(situation.idle_stages)} compute next to nothing: the step has too few operations "
+            f"{stages} {'computes' if is_single else 'compute'} next to nothing: the step has too few operations "
             f"for {' and '.join(layout)}, or samples do not lie along batch_dim. Without {' and '.join(layout)} the "
             "planner uses fewer stages."
         )
