@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_pipe.capture.output import said_texts
+from lightning_pipe.capture.output import text_uses
 from lightning_pipe.errors import CaptureError
 from strategy.fits import Losses, dapple, make_trainer
 
@@ -250,7 +250,7 @@ def test_a_step_that_decides_by_the_text_of_a_value_is_replayed(name: str) -> No
 
 def test_lines_alone_tell_that_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.10 has no columns."""
-    monkeypatch.setattr(said_texts, "_place", lambda frame: (frame.f_lineno, None))
+    monkeypatch.setattr(text_uses, "_place", lambda frame: (frame.f_lineno, None))
     for factor in DECIDES.values():
         with pytest.raises(CaptureError, match="made a text"):
             losses(factor, {"capture": "joint"})

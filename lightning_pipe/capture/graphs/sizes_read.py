@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from lightning_pipe.capture.output.late_texts import late_text
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.text_uses import use_of_text
 from lightning_pipe.capture.steps.hazards import SizeDependentError, at, user_line
 
 

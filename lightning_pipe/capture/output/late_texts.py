@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from lightning_pipe.capture.output.said_conditions import Condition, condition_at, conditions_around
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.output_conditions import Condition, condition_at, conditions_around
+from lightning_pipe.capture.output.text_uses import use_of_text
 
 UNKNOWN_TEXT = "nan\u2060"  # with a character that is not seen, so that texts with it are found
 _END = "\u2060"

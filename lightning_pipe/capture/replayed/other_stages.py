@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipe.capture.output.late_texts import late_text
 from lightning_pipe.capture.output.printed_tensors import Elsewhere
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.text_uses import use_of_text
 from lightning_pipe.capture.replayed.replay_values import filled, leaf_size
 from lightning_pipe.capture.replayed.stage_spec import PlayedStep, StageSpec
 from lightning_pipe.capture.torch_private import FakeTensor, FakeTensorMode

@@ -29,9 +29,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipe.capture.output.late_texts import assumed_answer, late_text
+from lightning_pipe.capture.output.output_conditions import condition_at
 from lightning_pipe.capture.output.printed_tensors import TooLarge, as_printed, is_too_large, kind_of
-from lightning_pipe.capture.output.said_conditions import condition_at
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.text_uses import use_of_text
 from lightning_pipe.capture.python.described_calls import described
 from lightning_pipe.capture.python.users_code import is_library, users_frame
 from lightning_pipe.capture.steps.keyed_random import PythonRandomness

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.output.late_texts import late_text
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.text_uses import use_of_text
 from lightning_pipe.capture.steps.hazards import hazard, user_line
 from lightning_pipe.capture.steps.record import Applied, MetricValue
 from lightning_pipe.capture.steps.trees import found_in, mapped

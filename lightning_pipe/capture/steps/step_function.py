@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lightning_pipe.capture.output.late_texts import assumed_answer, said_text
-from lightning_pipe.capture.output.said_texts import use_of_text
+from lightning_pipe.capture.output.text_uses import use_of_text
 from lightning_pipe.capture.python.places import Place
 from lightning_pipe.capture.python.reads import Reads
 from lightning_pipe.capture.python.state_slots import optimizer_slots

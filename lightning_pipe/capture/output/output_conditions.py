@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_pipe.capture.output.said_texts import is_between, parsed_file, says, statements_at
+from lightning_pipe.capture.output.text_uses import is_between, parsed_file, says, statements_at
 
 _ASKING = ("COMPARE_OP", "POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")
 _FUNCTIONS = frozenset("len str repr float int round abs max min sum type list tuple format sorted range zip".split())
