@@ -27,6 +27,7 @@ class BoundedProcess:
         environment: variables to set, beside those of this process.
 
     Attributes:
+        end_s: when it is interrupted, by `time.monotonic`.
         is_cut_off: whether it was interrupted.
     """
 
@@ -34,7 +35,7 @@ class BoundedProcess:
         self, command: Sequence[str], *, limit_s: float, log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
         self.is_cut_off = False
-        self._end_s = time.monotonic() + limit_s
+        self.end_s = time.monotonic() + limit_s
         self._log = log
         with log.open("w") as file:
             self._process = subprocess.Popen(
@@ -69,10 +70,10 @@ class BoundedProcess:
         try:
             self._process.wait(LOOK_S)
         except subprocess.TimeoutExpired:
-            if time.monotonic() > self._end_s and not self.is_cut_off:
+            if time.monotonic() > self.end_s and not self.is_cut_off:
                 self.is_cut_off = True
                 os.killpg(self._process.pid, signal.SIGINT)
-            return time.monotonic() < self._end_s + GRACE_S
+            return time.monotonic() < self.end_s + GRACE_S
         return False
 
     def _kill(self) -> None:
