@@ -28,9 +28,7 @@ from torch.optim import Optimizer
 from lightning_pipe.cache_files import FOLDER_LOG
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
-from lightning_pipe.config import (
-    DappleConfig,
-)
+from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
 from lightning_pipe.lightning_names import (
