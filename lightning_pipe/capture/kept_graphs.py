@@ -227,7 +227,7 @@ class Rebuilt:
             for one in value:
                 node.meta["val"] = self._value(one)
             self._nodes[name] = node
-        return fx.GraphModule(nn.Module(), graph)
+        return private.HeldGraphModule(nn.Module(), graph)
 
     def _plain(self, value: Any) -> Any:
         if not isinstance(value, list):

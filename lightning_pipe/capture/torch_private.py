@@ -12,6 +12,7 @@
 * `FakeTensorMode.cache_clear`, caches of the methods of `ShapeEnv`, `graph_module._loader`: what tracing remembers for
   the whole process, of symbolic sizes and sources that no later trace has.
 * `_reparametrize_module`: swap parameters by fake ones for the duration of a trace.
+* `_LazyGraphModule`: a graph in a module, which becomes code when it is called, and not before.
 * `fx.traceback`: carry the user's line and module to the nodes of the graph (`meta["custom"]`).
 * `meta["partitioner_tag"]`, `meta["seq_nr"]`: which nodes are backward, and of which forward operation.
 * `OpOverload` with `_opname` and `_schema`: name and arguments of an operator, and which of them its result is a view
@@ -103,6 +104,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.fx._lazy_graph_module import _LazyGraphModule as HeldGraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -123,6 +125,7 @@ __all__ = [
     "FakeTensorMode",
     "FunctionalTensor",
     "GradAOTOutput",
+    "HeldGraphModule",
     "InputMutationAOTOutput",
     "OpOverload",
     "ParamAOTInput",

@@ -8,11 +8,13 @@ where the micro-batch's are meant.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.value_sizes import is_size
@@ -39,12 +41,24 @@ def misshapen(joint: JointGraph, whole: JointGraph) -> str:
     return next((n.name for n in nodes if not small.are_as_declared(n) and traced.are_as_declared(n)), "")
 
 
+@dataclass(frozen=True)
+class _Form:
+    """Shape and type of a tensor without data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_NEEDS_DATA, _RAISES = object(), object()  # in the place of the result of an operation
+
+
 class _Shapes:
     """Values without data, of the shapes that a graph declares for numbers of samples of a micro-batch and a batch."""
 
     def __init__(self, joint: JointGraph, samples: int, batch_samples: int) -> None:
         self._joint, self._samples, self._batch_samples = joint, samples, batch_samples
         self._known: dict[sympy.Basic, Any] = {}
+        self._results: dict[str, Any] = {}  # by operation and arguments: layers repeat
 
     def are_as_declared(self, node: fx.Node) -> bool:
         """Return whether an operation gives the declared shapes; also where that cannot be found out without data."""
@@ -53,14 +67,12 @@ class _Shapes:
         if not is_operation or is_size(node) or takes_output(node) or not _is_dense(node, *node.all_input_nodes):
             return True
         target: Any = RUN_AS.get(node.target, node.target)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._value)
-        try:
-            result = target(*args, **kwargs)
-        except NotImplementedError:
-            return True  # it runs on data alone
-        except Exception:
-            return False
-        return self._fits(result, value)
+        arguments = fx.map_arg((node.args, node.kwargs), lambda source: self._form(source.meta["val"]))
+        call = f"{target} {arguments}"
+        if call not in self._results:
+            self._results[call] = _result(target, arguments)
+        result = self._results[call]
+        return result is _NEEDS_DATA or (result is not _RAISES and self._fits(result, value))
 
     def _fits(self, result: Any, declared: Any) -> bool:
         if isinstance(declared, tuple | list):
@@ -69,14 +81,11 @@ class _Shapes:
             return True
         return tuple(result.shape) == tuple(map(self._number, declared.shape))
 
-    def _value(self, source: fx.Node) -> Any:
-        return self._without_data(source.meta["val"])
-
-    def _without_data(self, value: Any) -> Any:
+    def _form(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return torch.empty([*map(self._number, value.shape)], dtype=value.dtype, device="meta")
+            return _Form(tuple(map(self._number, value.shape)), value.dtype)
         if isinstance(value, tuple | list):
-            return type(value)(map(self._without_data, value))
+            return type(value)(map(self._form, value))
         return self._number(value)
 
     def _number(self, size: Any) -> Any:
@@ -88,6 +97,22 @@ class _Shapes:
             is_truth = isinstance(size, torch.SymBool)
             self._known[expression] = bool(value) if is_truth else int(value) if value.is_integer else float(value)
         return self._known[expression]
+
+
+def _result(target: Any, arguments: Any) -> Any:
+    """Return what an operation gives for tensors without data; `_NEEDS_DATA` or `_RAISES` if it gives nothing."""
+
+    def without_data(argument: Any) -> Any:
+        is_tensor = isinstance(argument, _Form)
+        return torch.empty(argument.shape, dtype=argument.dtype, device="meta") if is_tensor else argument
+
+    args, kwargs = map_aggregate(arguments, without_data)
+    try:
+        return target(*args, **kwargs)
+    except NotImplementedError:
+        return _NEEDS_DATA
+    except Exception:
+        return _RAISES
 
 
 def _is_dense(*nodes: fx.Node) -> bool:

@@ -198,7 +198,7 @@ def _with_new_names(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, lambda source: copies[source])
         assert copies[node].name == node.name, "a name is free in a new graph"
-    return fx.GraphModule(module, graph)
+    return private.HeldGraphModule(module, graph)
 
 
 def joint_graph_of(

@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 
+from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.joint_graph import JointGraph, is_layout_choice
 from lightning_pipe.capture.steps.batch import Leaf, Structure
 from lightning_pipe.capture.steps.numbers import sized_at
@@ -97,7 +98,7 @@ def _module_at(joint: JointGraph, sizes: Mapping[sympy.Symbol, sympy.Integer]) -
         if "val" in node.meta:
             copy.meta["val"] = value
         copies[node] = copy
-    return fx.GraphModule(joint.module, graph)
+    return private.HeldGraphModule(joint.module, graph)
 
 
 def _value_at(value: Any, sizes: Mapping[Any, Any], joint: JointGraph, known: dict[Any, Any]) -> Any:

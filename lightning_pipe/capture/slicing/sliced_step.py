@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_pipe.capture import torch_private as private
 from lightning_pipe.capture.graphs.declared_shapes import misshapen
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.graphs.sample_flow import BATCH_STATISTICS, UNKNOWN_MIXING, Flow, SampleRows
@@ -180,7 +181,7 @@ def _sliced(slicing: Slicing, joint: JointGraph, *, samples: int, batch_dim: int
     first = max(joint.leaves.values(), default=-1) + 1
     cut = replace(
         joint,
-        module=fx.GraphModule(whole.module, build.graph),
+        module=private.HeldGraphModule(whole.module, build.graph),
         leaves={**joint.leaves, **{value.name: first + at for at, value in enumerate(values)}},
         loss=loss_name,
         loss_dtype=None if whole.loss is None else by_name[whole.loss].meta["val"].dtype,

@@ -12,7 +12,7 @@ from torch import fx
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
 from lightning_pipe.capture.operators import WEIGHED_MEANS, Trait, is_random, makes_constant, row_of
-from lightning_pipe.capture.torch_private import OpOverload, operator_name
+from lightning_pipe.capture.torch_private import HeldGraphModule, OpOverload, operator_name
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -53,7 +53,7 @@ def of_whole_batch(joint: JointGraph) -> JointGraph:
 
     return replace(
         joint,
-        module=fx.GraphModule(joint.module, graph),
+        module=HeldGraphModule(joint.module, graph),
         loss=None if joint.loss is None else name(joint.loss),
         results=tuple(map(name, joint.results)),
         mutations={state: name(value) for state, value in joint.mutations.items()},
