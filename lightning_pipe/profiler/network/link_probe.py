@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
+from itertools import permutations
 from statistics import median
 from typing import Protocol, TypeAlias
 
@@ -43,6 +44,8 @@ _CACHES_BYTES = 64 * 2**20  # that those of a host hold at most
 _BUSY_BYTES = 8 * 2**20  # of sums in which it is measured how busy members are
 _BUSY_SUMS = 5
 _PAUSE = 3.0  # of the seconds of a sum: what goes on by itself is over by then
+_CHECKED_PAIRS, _CHECKED_BYTES, _CHECKED_TRIPS = 8, 2**20, 5
+_CHANGED = 2.0  # a link has changed if its fastest trip takes so many times as long or short as was measured
 
 
 class ProbeHandle(Protocol):
@@ -136,6 +139,41 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
         post_s_per_byte=max(m.post_s_per_byte for m in of_pairs),
         sum_busy_share=max(m.busy_share for m in of_groups),
     )
+
+
+def links_hold(
+    transport: ProbeTransport, links: Sequence[PairLink], *, ranks: int, device: torch.device, wait: WaitFor
+) -> bool:
+    """Return on all ranks whether links are what was measured of them before, by a few messages along some of them.
+
+    Called on all ranks together, after `open_for_check`, with nothing under way. Takes a few milliseconds per link.
+
+    Args:
+        transport: carries the messages.
+        links: as measured; none of one rank.
+        ranks: how many there are.
+        device: where messages live; the device of this rank.
+        wait: waits for a handle, with the deadline and the error of the caller.
+    """
+    probe = _Probe(transport, device=device, wait=wait, everyone=tuple(range(ranks)))
+    changed = torch.zeros(1, device=device)
+    for link in _checked(links):
+        changed += probe.has_changed(link)
+        probe.meet()
+    if links:
+        probe.add_up(changed)
+    return not changed.item()
+
+
+def open_for_check(transport: ProbeTransport, links: Sequence[PairLink], *, ranks: int) -> None:
+    """Open what `links_hold` uses; called on all ranks together, which may wait for each other in it."""
+    both_ways = {pair for link in _checked(links) for pair in permutations((link.sender, link.receiver))}
+    transport.open(channels=sorted(both_ways), groups=[tuple(range(ranks))] if links else [])
+
+
+def _checked(links: Sequence[PairLink]) -> Sequence[PairLink]:
+    neighbours = [link for link in links if link.receiver == link.sender + 1]
+    return (neighbours or links)[:_CHECKED_PAIRS]
 
 
 def open_for_probe(transport: ProbeTransport, *, hosts: Sequence[int]) -> None:
@@ -272,9 +310,29 @@ class _Probe:
                 measured = one(units[index]) if self._transport.rank in units[index] else None
                 if measured is not None:
                     table[index] = torch.tensor(astuple(measured), dtype=torch.float64)
-            self._sum(torch.zeros(1, device=self._device), self._everyone, "the end of a round of measurements")
-        self._sum(table, self._everyone, "what the other ranks have measured")
+            self.meet()
+        self.add_up(table)
         return [_Measured(*row) for row in table.tolist()]
+
+    def has_changed(self, link: PairLink) -> bool:
+        """Return, on its sender, whether messages along a link take another time than was measured."""
+        if self._transport.rank == link.receiver:
+            self._answer(link.sender)
+        if self._transport.rank != link.sender:
+            return False
+        with computing(self._device):
+            seconds = min(self._trip(link.receiver, _CHECKED_BYTES) for _ in range(_CHECKED_TRIPS))
+        self._send(torch.zeros(1, dtype=_HEADER, device=self._device), link.receiver)
+        expected = link.link.seconds(_CHECKED_BYTES) + link.link.latency_s
+        return not 1 / _CHANGED < seconds / expected < _CHANGED
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.add_up(torch.zeros(1, device=self._device))
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor over all ranks, in place."""
+        self._sum(tensor, self._everyone, "the other ranks, which measure links")
 
     def pair(self, pair: tuple[int, ...]) -> _Measured | None:
         """Measure from the first to the second; the first knows."""

@@ -7,7 +7,8 @@ if everything is as it was that such costs depend on:
     every rank's host and device, the device's settings, versions, the transport, where offloaded tensors go, and class,
     options and parameters of the optimizer
 
-Memory that is free is looked at every time. A run that turns out otherwise drops what is kept (`stale_times`).
+Memory that is free is looked at every time, and a few messages tell whether links are still what they were. A run whose
+computes turn out otherwise drops what is kept (`stale_times`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ from lightning_pipe.profiler.devices import (
     overhead_bytes,
 )
 from lightning_pipe.profiler.network.host_copies import measure_swap
-from lightning_pipe.profiler.network.link_probe import LinkFacts, ProbeHandle, open_for_probe, probe_links
+from lightning_pipe.profiler.network.link_probe import (
+    LinkFacts,
+    ProbeHandle,
+    links_hold,
+    open_for_check,
+    open_for_probe,
+    probe_links,
+)
 from lightning_pipe.profiler.optimizer import profile_optimizer
 from lightning_pipe.profiler.processor_time import is_loaded
 from lightning_pipe.runtime.activations.protocol import HostStore
@@ -103,6 +111,12 @@ class SurroundingsProbe:
         self.is_loaded = self._has_load(facts)
         known = self._known(facts, optimizers) if control.rank == 0 else None
         known = control.broadcast(known, source=0, what="what was measured of devices and links before")
+        if known is not None and not self._holds(known.links):
+            log.info("Messages between ranks take otherwise than when links were measured; they are measured again.")
+            known = None
+            for path in self._paths(facts, optimizers) if control.rank == 0 else ():
+                with contextlib.suppress(OSError):
+                    path.unlink()
         if known is not None:
             both = zip(facts, known.facts, strict=True)
             return replace(
@@ -122,6 +136,12 @@ class SurroundingsProbe:
         found = control.broadcast(found, source=0, what="what was measured of devices and links")
         assert found is not None, "rank 0 has heard the rehearsal"
         return found
+
+    def _holds(self, links: LinkFacts) -> bool:
+        ranks = self._links.control.ranks
+        with self._links.watch.opening("the connections that are measured"):
+            open_for_check(self._links.transport, links.links, ranks=ranks)
+        return links_hold(self._links.transport, links.links, ranks=ranks, device=self._device, wait=self._wait)
 
     def memory_bytes(self) -> int:
         """Return what each rank may use of its memory, whatever else runs: the least of all ranks, on all ranks."""
@@ -147,8 +167,12 @@ class SurroundingsProbe:
         return bool(control.sum(loaded, what="whether other work takes processors"))
 
     def _known(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> Surroundings | None:
+        return next((known for path in self._paths(facts, optimizers) if (known := _load(path)) is not None), None)
+
+    def _paths(self, facts: Sequence[DeviceFacts], optimizers: Sequence[Optimizer]) -> list[Path]:
+        """Return where rank 0 may find what was measured."""
         paths = [self._path(facts, optimizers, is_loaded=of_load) for of_load in sorted({False, self.is_loaded})]
-        return next((known for path in paths if path is not None and (known := _load(path)) is not None), None)
+        return [path for path in paths if path is not None]
 
     def keep(self, found: Surroundings, optimizers: Sequence[Optimizer], *, is_disturbed: bool) -> None:
         """Keep what was measured, on rank 0; apart from the rest if other work took a part of the processor."""
