@@ -1,6 +1,7 @@
-"""Garbage collection paused while many objects without reference cycles are created.
+"""Garbage collection held back while many objects are created.
 
-It would walk over all of them again and again, which takes longer than making them.
+It would walk over all of them again and again, which takes longer than making them. A walk over all objects of an
+interpreter that has imported torch takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -20,3 +21,16 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def older_set_aside() -> Iterator[None]:
+    """Let the collector walk over no object that is there now. What is made inside is collected as ever."""
+    if gc.get_freeze_count():
+        yield  # another has set objects aside, and gives them back
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

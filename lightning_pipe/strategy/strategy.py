@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from lightning_pipe.cache_files import FOLDER_LOG
 from lightning_pipe.capture import canonical_names
 from lightning_pipe.capture.steps.other_ranks import is_in_step, refuse_in_step
+from lightning_pipe.collection import older_set_aside
 from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.errors import UnsupportedError
@@ -169,6 +170,7 @@ class PipelineStrategy(ParallelStrategy):
         self._failed = False
         self._undo: list[Callable[[], Any]] = []  # changes of the trainer, for teardown
         self._stopwatch = Stopwatch(is_running=False)  # of the last start
+        self._until_first_step = contextlib.ExitStack()
         self._world_size_reads = WorldSizeReads()
         self._in_hooks: WeightsInHooks | None = None  # from setup to teardown
         self._is_resumed = False  # whether a checkpoint gives this run its weights
@@ -477,6 +479,7 @@ class PipelineStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None, "connected by the trainer"
         self._stopwatch.lap("module")
+        self._until_first_step.enter_context(older_set_aside())
         self.accelerator.setup(trainer)
         self._leave_compilation_out(module)
         measure_whole_batches(trainer, ranks=self.world_size)
@@ -622,6 +625,7 @@ class PipelineStrategy(ParallelStrategy):
             weight=1.0 / trainer.accumulate_grad_batches,
             synchronise=self._synchronise,
         )
+        self._until_first_step.close()
         self._stopwatch.lap("first step")
         if (line := self._stopwatch.stop()) and self.is_global_zero:
             log.info(line)
@@ -879,6 +883,7 @@ class PipelineStrategy(ParallelStrategy):
     def teardown(self) -> None:
         """Give ranks the whole trained module, as `restore` says, and let go of the others; whatever has happened."""
         self._stopwatch.stop()
+        self._until_first_step.close()
         self._leave_hooks()
         with contextlib.ExitStack() as undo:
             undo.callback(self._end_watch)
