@@ -55,6 +55,10 @@ class PlanError(PipeError, ValueError):
     """Report a plan that cannot be read, or does not fit the graph, the ranks or the batch."""
 
 
+class FewPlacesError(PlanError):
+    """Report a graph that can be cut at fewer places than stages are wanted."""
+
+
 class ClusterError(PipeError, ValueError):
     """Report a cluster file that cannot be read, or does not fit the ranks."""
 

@@ -18,8 +18,15 @@ from lightning_pipe.config import DappleConfig
 from lightning_pipe.core.cluster import limited
 from lightning_pipe.core.plan import Plan
 from lightning_pipe.core.serial import to_yaml
-from lightning_pipe.errors import BrokenRouteError, CaptureError, PlanError, UnsupportedError, faults_reported
-from lightning_pipe.lightning_names import pl
+from lightning_pipe.errors import (
+    BrokenRouteError,
+    CaptureError,
+    FewPlacesError,
+    PlanError,
+    UnsupportedError,
+    faults_reported,
+)
+from lightning_pipe.lightning_names import pl, rank_zero_warn
 from lightning_pipe.planner.comparison.alternatives import chosen_options
 from lightning_pipe.planner.evaluation.evaluate import Judged
 from lightning_pipe.planner.evaluation.resolve import resolve
@@ -173,11 +180,19 @@ class PlanMaker:
                 with faults_reported("its plan"):
                     candidates.extend(propose(problem, wanted, given=self._cuts.given, may_offload=may_offload))
             except PlanError as error:
-                plays = captured.capture.plays
+                method, plays = captured.request.method, captured.capture.plays
                 if graph.uncuttable and plays is not None and (kept := plays.kept):
-                    method = captured.request.method
                     raise PlanError(f"{error} {method} keeps state for its next call: {kept}.") from error
-                raise
+                if problem.training or self._cuts.given is not None or not isinstance(error, FewPlacesError):
+                    raise
+                rank_zero_warn(
+                    f"{method} runs by another plan than planner={wanted.planner} with layout={wanted.layout} "
+                    f"makes. {error}"
+                )
+                wanted = replace(
+                    wanted, planner="auto", layout=None, stages_per_device=None, schedule=None, warmup=None
+                )
+                candidates.extend(propose(problem, wanted, given=None, may_offload=may_offload))
             return candidates[0].plan
 
         plan = control.agreed(make, source=0, what="the plan")

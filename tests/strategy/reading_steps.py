@@ -7,6 +7,7 @@ lets that micro-batch read older weights, and the numbers of its own batch.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -187,9 +188,8 @@ def fit(all_reads: Sequence[Reads], versions: Sequence[str], folder: Path) -> li
 
 def train(reads: Reads, versions: str, folder: Path) -> Trained:
     """Fit one module."""
-    path = folder / f"plan-{reads.microbatches}.yaml"
-    if not path.exists():
-        path.write_text(PLAN.format(reads.microbatches))
+    path = folder / f"plan-{reads.microbatches}-{os.getpid()}.yaml"  # ranks do not wait for each other here
+    path.write_text(PLAN.format(reads.microbatches))
     ahead, told = list[bool](), list[str]()
     end = Rounds.end
 

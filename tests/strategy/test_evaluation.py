@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -165,6 +167,32 @@ def test_too_few_places_to_cut_are_counted_and_the_others_explained() -> None:
     said = r"can be cut at \d+ places? between them, too few for 2 stages; .* none since .*test_evaluation\.py:\d+"
     with pytest.raises(Exception, match=said):
         World(2).run(fit_narrow)
+
+
+class OneModule(Plain):
+    """Calls a single module when it is tested."""
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.head(batch[0]).square().mean())
+
+
+def fit_and_test(options: dict[str, Any] | None) -> tuple[float, str]:
+    """Fit, then test, on all ranks of this world, or plainly; a worker function. Return the loss, and all warnings."""
+    torch.manual_seed(0)
+    module = OneModule().double()
+    trainer = make_trainer("auto" if options is None else dapple(**options), max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+        (metrics,) = trainer.test(module, loader(), verbose=False)
+    return float(metrics["test_loss"]), " ".join(str(warning.message) for warning in caught)
+
+
+def test_an_evaluation_that_has_no_place_to_cut_runs_by_another_plan() -> None:
+    expected, _ = fit_and_test(None)
+    told = World(2).run(fit_and_test, {"layout": "1-1", "microbatches": 2, "capture": "replay"})
+    assert [loss for loss, _ in told] == pytest.approx([expected] * 2, rel=1e-9)
+    assert re.search("test_step runs by another plan than .* with layout=1-1 makes.* 0 places", told[0][1])
 
 
 class Generates(pl.LightningModule):

@@ -56,10 +56,8 @@ def fit(policy: str, path: Path, after: int, resumed: Path | None) -> tuple[list
     """Fit two epochs, from the beginning or from a checkpoint; a worker function."""
     pl.seed_everything(3, verbose=False)
     module, losses = (Momentum if policy == "pb_sc" else Adaptive)(READS), Losses()
-    (plan := path.with_suffix(".yaml")).write_text(PLAN.format(2))
-    trainer = make_trainer(
-        dapple(plan=str(plan), versions=policy, cache="off"), callbacks=[losses, Saves(path, after)], max_epochs=2
-    )
+    pipeline = dapple(plan=str(path.with_suffix(".yaml")), versions=policy, cache="off")
+    trainer = make_trainer(pipeline, callbacks=[losses, Saves(path, after)], max_epochs=2)
     trainer.fit(module, Counting(samples(4 * BATCHES), 4), ckpt_path=resumed)
     return losses.losses, [p.detach().clone() for p in module.parameters()]
 
@@ -70,6 +68,7 @@ def test_a_resumed_fit_is_the_fit_that_wrote_the_checkpoint(policy: str, seed: i
     after = random.Random(f"{policy} {seed}").randrange(2 * BATCHES - 2)
     after += after >= BATCHES - 1  # from a hook of the last batch, Lightning skips epochs on one device, too
     path = tmp_path / "saved.ckpt"
+    path.with_suffix(".yaml").write_text(PLAN.format(2))
     written = World(2).run(fit, policy, path, after, None)
     for (losses, weights), (rest, last) in zip(written, World(2).run(fit, policy, path, -1, path), strict=True):
         assert rest == losses[after + 1 :], after

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lightning_pipe.core.graph import Graph
-from lightning_pipe.errors import PlanError
+from lightning_pipe.errors import FewPlacesError
 from lightning_pipe.planner.candidates.cut_points import cuttable
 
 _MOST_REASONS = 3
 
 
-def too_few_places(graph: Graph, *, stages: int, sliced: bool, advice: str) -> PlanError:
+def too_few_places(graph: Graph, *, stages: int, sliced: bool, advice: str) -> FewPlacesError:
     """Return the error that there are too few places to cut.
 
     Args:
@@ -34,7 +34,7 @@ def too_few_places(graph: Graph, *, stages: int, sliced: bool, advice: str) -> P
             f"{_counted(rows)} since a value crosses whose samples do not lie in rows (from {_named(graph, rows)})"
         )
     why = "".join(f"; {reason}" for reason in reasons)
-    return PlanError(
+    return FewPlacesError(
         f"The step has {count} operation{'s' * (count != 1)} and can be cut at {usable} "
         f"place{'s' * (usable != 1)} between them, too few for {stages} stages{why}. {advice}"
     )

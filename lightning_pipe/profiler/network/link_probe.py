@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
-from itertools import permutations
 from statistics import median
 from typing import Protocol, TypeAlias
 
@@ -167,7 +166,8 @@ def links_hold(
 
 def open_for_check(transport: ProbeTransport, links: Sequence[PairLink], *, ranks: int) -> None:
     """Open what `links_hold` uses; called on all ranks together, which may wait for each other in it."""
-    both_ways = {pair for link in _checked(links) for pair in permutations((link.sender, link.receiver))}
+    pairs = {(link.sender, link.receiver) for link in _checked(links)}
+    both_ways = pairs | {(receiver, sender) for sender, receiver in pairs}
     transport.open(channels=sorted(both_ways), groups=[tuple(range(ranks))] if links else [])
 
 
