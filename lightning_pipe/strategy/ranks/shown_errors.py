@@ -109,7 +109,7 @@ def _text(error: BaseException, rank: int, ranks: int) -> str:
     shown = traceback.TracebackException(type(error), error, error.__traceback__)
     hidden = _hide_libraries(shown, is_ours=isinstance(error, PipeError))
     advice = f"({hidden} frames of libraries are hidden; {_VARIABLE}=full shows them.)\n" if hidden else ""
-    return advice + "".join(shown.format())  # tools that show one line show the last
+    return "".join(shown.format()) + advice
 
 
 def _of_another_rank(error: BaseException) -> str | None:
