@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from lightning_pipe.core.cluster import Link, PairLink
 from lightning_pipe.profiler.network import link_probe
 from lightning_pipe.profiler.network.alpha_beta import AlphaBeta, fit_line, fit_two_lines
 from lightning_pipe.profiler.network.link_probe import (
@@ -16,6 +17,7 @@ from lightning_pipe.profiler.network.link_probe import (
     ProbeHandle,
     computing,
     groups_to_measure,
+    links_to_check,
     pairs_to_measure,
     probe_links,
     rounds,
@@ -59,6 +61,18 @@ def test_groups_are_powers_of_two_and_everyone(hosts: tuple[int, ...]) -> None:
     for host in set(hosts):
         members = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
         assert len(members) == 1 or members in groups
+
+
+@every_cluster
+def test_links_between_hosts_and_inside_of_them_tell_whether_links_have_changed(hosts: tuple[int, ...]) -> None:
+    measured = tuple(PairLink(a, b, Link(1e-4, 1e9)) for a, b in pairs_to_measure(hosts))
+    checked = links_to_check(measured, hosts)
+    assert set(checked) <= set(measured) and len(set(checked)) == len(checked) <= 8
+    for is_inside in (False, True):
+        some, all_ = (
+            [x for x in xs if (hosts[x.sender] == hosts[x.receiver]) == is_inside] for xs in (checked, measured)
+        )
+        assert bool(some) == bool(all_)
 
 
 def test_groups_of_two_servers() -> None:

@@ -43,7 +43,8 @@ _CACHES_BYTES = 64 * 2**20  # that those of a host hold at most
 _BUSY_BYTES = 8 * 2**20  # of sums in which it is measured how busy members are
 _BUSY_SUMS = 5
 _PAUSE = 3.0  # of the seconds of a sum: what goes on by itself is over by then
-_CHECKED_PAIRS, _CHECKED_BYTES, _CHECKED_TRIPS = 8, 2**20, 5
+_CHECKED_LINKS = 4  # of each kind
+_CHECKED_BYTES, _CHECKED_TRIPS = 2**20, 5
 _CHANGED = 2.0  # a link has changed if its fastest trip takes so many times as long or short as was measured
 
 
@@ -141,7 +142,7 @@ def probe_links(transport: ProbeTransport, *, hosts: Sequence[int], device: torc
 
 
 def links_hold(
-    transport: ProbeTransport, links: Sequence[PairLink], *, ranks: int, device: torch.device, wait: WaitFor
+    transport: ProbeTransport, links: Sequence[PairLink], *, hosts: Sequence[int], device: torch.device, wait: WaitFor
 ) -> bool:
     """Return on all ranks whether links are what was measured of them before, by a few messages along some of them.
 
@@ -150,30 +151,41 @@ def links_hold(
     Args:
         transport: carries the messages.
         links: as measured; none of one rank.
-        ranks: how many there are.
+        hosts: index of the host of every rank.
         device: where messages live; the device of this rank.
         wait: waits for a handle, with the deadline and the error of the caller.
     """
-    probe = _Probe(transport, device=device, wait=wait, everyone=tuple(range(ranks)))
+    if not links:
+        return True
+    probe = _Probe(transport, device=device, wait=wait, everyone=tuple(range(len(hosts))))
     changed = torch.zeros(1, device=device)
-    for link in _checked(links):
+    for link in links_to_check(links, hosts):
         changed += probe.has_changed(link)
         probe.meet()
-    if links:
-        probe.add_up(changed)
+    probe.add_up(changed)
+    transport.trim()
     return not changed.item()
 
 
-def open_for_check(transport: ProbeTransport, links: Sequence[PairLink], *, ranks: int) -> None:
+def links_to_check(links: Sequence[PairLink], hosts: Sequence[int]) -> tuple[PairLink, ...]:
+    """Return which measured links tell whether links have changed: a few between hosts, and a few inside of hosts.
+
+    Args:
+        links: as measured.
+        hosts: index of the host of every rank.
+    """
+    forwards = [link for link in links if link.sender < link.receiver]
+    nearest = sorted(forwards, key=lambda link: link.receiver - link.sender)
+    inside = [link for link in nearest if hosts[link.sender] == hosts[link.receiver]]
+    across = [link for link in nearest if hosts[link.sender] != hosts[link.receiver]]
+    return (*across[:_CHECKED_LINKS], *inside[:_CHECKED_LINKS])
+
+
+def open_for_check(transport: ProbeTransport, links: Sequence[PairLink], *, hosts: Sequence[int]) -> None:
     """Open what `links_hold` uses; called on all ranks together, which may wait for each other in it."""
-    pairs = {(link.sender, link.receiver) for link in _checked(links)}
-    both_ways = pairs | {(receiver, sender) for sender, receiver in pairs}
-    transport.open(channels=sorted(both_ways), groups=[tuple(range(ranks))] if links else [])
-
-
-def _checked(links: Sequence[PairLink]) -> Sequence[PairLink]:
-    neighbours = [link for link in links if link.receiver == link.sender + 1]
-    return (neighbours or links)[:_CHECKED_PAIRS]
+    pairs = [(link.sender, link.receiver) for link in links_to_check(links, hosts)]
+    both_ways = sorted({channel for a, b in pairs for channel in ((a, b), (b, a))})
+    transport.open(channels=both_ways, groups=[tuple(range(len(hosts)))] if pairs else [])
 
 
 def open_for_probe(transport: ProbeTransport, *, hosts: Sequence[int]) -> None:
@@ -297,7 +309,7 @@ class _Probe:
         self._transport, self._device, self._wait, self._everyone = transport, device, wait, everyone
         self._token = torch.zeros(1, dtype=torch.uint8, device=device)
         self._buffer = torch.zeros(0, dtype=torch.uint8, device=device)
-        self._other = torch.zeros(_CACHES_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+        self._other = torch.zeros(0, dtype=torch.uint8)
         self._posted: dict[int, list[float]] = defaultdict(list)  # bytes -> seconds that posting took
 
     def measure(
@@ -415,6 +427,8 @@ class _Probe:
     def _forget(self, count: int) -> None:
         """Let caches of the host hold something else than what is summed, as they do after a backward."""
         if self._device.type == "cpu" and count >= _GRADIENT_BYTES:
+            if not self._other.numel():
+                self._other = torch.zeros(_CACHES_BYTES, dtype=torch.uint8)
             self._other.add_(1)
 
     def _bytes(self, count: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ class SurroundingsProbe:
         self.is_loaded = self._has_load(facts)
         known = self._known(facts, optimizers) if control.rank == 0 else None
         known = control.broadcast(known, source=0, what="what was measured of devices and links before")
-        if known is not None and not self._holds(known.links):
+        if known is not None and not self._holds(known.links, hosts_of(facts)):
             log.info("Messages between ranks take otherwise than when links were measured; they are measured again.")
             known = None
             for path in self._paths(facts, optimizers) if control.rank == 0 else ():
@@ -137,11 +137,12 @@ class SurroundingsProbe:
         assert found is not None, "rank 0 has heard the rehearsal"
         return found
 
-    def _holds(self, links: LinkFacts) -> bool:
-        ranks = self._links.control.ranks
+    def _holds(self, facts: LinkFacts, hosts: Sequence[int]) -> bool:
+        """Return on all ranks whether links are what was measured of them."""
+        transport = self._links.transport
         with self._links.watch.opening("the connections that are measured"):
-            open_for_check(self._links.transport, links.links, ranks=ranks)
-        return links_hold(self._links.transport, links.links, ranks=ranks, device=self._device, wait=self._wait)
+            open_for_check(transport, facts.links, hosts=hosts)
+        return links_hold(transport, facts.links, hosts=hosts, device=self._device, wait=self._wait)
 
     def memory_bytes(self) -> int:
         """Return what each rank may use of its memory, whatever else runs: the least of all ranks, on all ranks."""
