@@ -625,7 +625,6 @@ class PipelineStrategy(ParallelStrategy):
             weight=1.0 / trainer.accumulate_grad_batches,
             synchronise=self._synchronise,
         )
-        self._until_first_step.close()
         self._stopwatch.lap("first step")
         if (line := self._stopwatch.stop()) and self.is_global_zero:
             log.info(line)
@@ -651,9 +650,13 @@ class PipelineStrategy(ParallelStrategy):
         turn = turn or {"number": arguments[0] if arguments else 0, "weight": 1.0, "synchronise": False}
         try:
             with self._apart(), shortage_told(method, self.foreseen, self.global_rank):
-                return self._session.step(method, batch, arguments, **turn)
+                result = self._session.step(method, batch, arguments, **turn)
         except StopIteration as error:  # which Lightning would take for the end of the data
             raise RuntimeError(f"{method} raised StopIteration") from error
+        assert self.lightning_module is not None, "connected by the trainer"
+        if not self.lightning_module.trainer.sanity_checking:  # which comes before the first step
+            self._until_first_step.close()
+        return result
 
     def optimizer_step(self, optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
         """Step as Lightning does, then what waits for sums; where memory does not suffice, say so as programs do."""

@@ -62,6 +62,13 @@ def test_the_joint_graph_describes_its_inputs_and_outputs():
     assert outputs.count(private.PlainAOTOutput) == 1
 
 
+def test_a_held_graph_becomes_code_when_it_is_called():
+    graph = make_fx(lambda x: x.sin() + 1)(torch.ones(3)).graph
+    held = private.HeldGraphModule(nn.Module(), graph)
+    assert held._needs_recompile()
+    assert torch.equal(held(torch.zeros(3)), torch.ones(3)) and not held._needs_recompile()
+
+
 def test_a_backward_node_has_the_sequence_number_of_its_forward_operation():
     nodes = [n for n in _joint(_Loss(), torch.randn(5, 3)).graph.nodes if n.op == "call_function"]
     forward = {n.meta["seq_nr"] for n in nodes if not private.is_backward(n)}

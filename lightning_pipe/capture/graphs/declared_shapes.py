@@ -8,7 +8,6 @@ where the micro-batch's are meant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -17,7 +16,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from lightning_pipe.capture.graphs.joint_graph import JointGraph
-from lightning_pipe.capture.graphs.value_sizes import is_size
+from lightning_pipe.capture.graphs.value_sizes import TensorSpec, is_size
 from lightning_pipe.capture.operators import RUN_AS, takes_output
 from lightning_pipe.capture.torch_private import OpOverload
 
@@ -41,14 +40,6 @@ def misshapen(joint: JointGraph, whole: JointGraph) -> str:
     return next((n.name for n in nodes if not small.are_as_declared(n) and traced.are_as_declared(n)), "")
 
 
-@dataclass(frozen=True)
-class _Form:
-    """Shape and type of a tensor without data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 _NEEDS_DATA, _RAISES = object(), object()  # in the place of the result of an operation
 
 
@@ -67,7 +58,7 @@ class _Shapes:
         if not is_operation or is_size(node) or takes_output(node) or not _is_dense(node, *node.all_input_nodes):
             return True
         target: Any = RUN_AS.get(node.target, node.target)
-        arguments = fx.map_arg((node.args, node.kwargs), lambda source: self._form(source.meta["val"]))
+        arguments = fx.map_arg((node.args, node.kwargs), lambda source: self._spec(source.meta["val"]))
         call = f"{target} {arguments}"
         if call not in self._results:
             self._results[call] = _result(target, arguments)
@@ -81,11 +72,11 @@ class _Shapes:
             return True
         return tuple(result.shape) == tuple(map(self._number, declared.shape))
 
-    def _form(self, value: Any) -> Any:
+    def _spec(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _Form(tuple(map(self._number, value.shape)), value.dtype)
+            return TensorSpec(value.dtype, tuple(map(self._number, value.shape)), ())
         if isinstance(value, tuple | list):
-            return type(value)(map(self._form, value))
+            return type(value)(map(self._spec, value))
         return self._number(value)
 
     def _number(self, size: Any) -> Any:
@@ -103,7 +94,7 @@ def _result(target: Any, arguments: Any) -> Any:
     """Return what an operation gives for tensors without data; `_NEEDS_DATA` or `_RAISES` if it gives nothing."""
 
     def without_data(argument: Any) -> Any:
-        is_tensor = isinstance(argument, _Form)
+        is_tensor = isinstance(argument, TensorSpec)
         return torch.empty(argument.shape, dtype=argument.dtype, device="meta") if is_tensor else argument
 
     args, kwargs = map_aggregate(arguments, without_data)

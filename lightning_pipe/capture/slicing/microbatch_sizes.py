@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from lightning_pipe.capture import torch_private as private
-from lightning_pipe.capture.slicing.placement import LOCAL, Placement, Placements, Rows
+from lightning_pipe.capture.slicing.placement import LOCAL, Placements, Rows
 from lightning_pipe.capture.steps.stage_program import memory_order
 
 
@@ -27,7 +27,6 @@ class MicrobatchSizes:
     def __init__(self, leaf: Any, symbol: sympy.Symbol | None, *, samples: int, batch_samples: int) -> None:
         self._mode, self._samples, self._batch_samples = leaf.fake_mode, samples, batch_samples
         self._known_sizes: dict[sympy.Basic, Any] = {}
-        self._described: dict[tuple[int, Placement], tuple[torch.Tensor, torch.Tensor]] = {}  # by identity
         self._tensors: dict[Any, torch.Tensor] = {}  # by form
         self.total = self._new_symbol("samples_of_batch")
         self.symbol: sympy.Symbol = symbol or self._new_symbol("samples_of_microbatch")
@@ -66,13 +65,6 @@ class MicrobatchSizes:
             return type(value)(self.described(item, held) for item, held in zip(value, several, strict=True))
         if not isinstance(value, torch.Tensor):
             return value
-        assert not isinstance(placement, tuple), "one tensor has one placement"
-        key = id(value), placement
-        if key not in self._described:
-            self._described[key] = value, self._described_tensor(value, placement)
-        return self._described[key][1]
-
-    def _described_tensor(self, value: torch.Tensor, placement: Placement) -> torch.Tensor:
         rows = placement if isinstance(placement, Rows) else None
         others = [size for dim, size in enumerate(value.shape) if rows is None or dim != rows.dim]
         has_batch = any(isinstance(size, torch.SymInt) for size in others) and placement is not LOCAL
